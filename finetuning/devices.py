@@ -16,7 +16,7 @@ def default_device() -> torch.device:
 def default_dtype(device: torch.device) -> torch.dtype:
     """Return the data type of the weights for ``model.dtype = "auto"``.
 
-    It is bfloat16 on XPUs and on CUDA GPUs that support bfloat16 natively, else float32.
+    The type is bfloat16 on XPUs and on CUDA GPUs that support bfloat16 natively, else float32.
     """
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """An error that a user can correct; the message gives the problem, location and remedy."""
+    """An error that a user can correct; the message states the problem, location and remedy."""
 
     @property
     def public(self) -> str:

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, JSON and secrets, full-disk errors, and the cache folder."""
+"""Write files and folders atomically, report full disks, and locate the cache folder."""
 
 import errno
 import json
@@ -65,8 +65,8 @@ def replacing(target: Path) -> Iterator[Path]:
 def remove_unfinished(folder: Path) -> None:
     """Remove temporary content that killed processes left behind in a folder and its subfolders.
 
-    If a folder's replacement was interrupted between two renames, its old content is restored. Call
-    this only while no other process writes to the folder.
+    If a folder's replacement was interrupted between two renames, its old content is restored. No
+    other process may write to the folder during the call.
     """
     for aside in list(folder.rglob(".*")):
         match = _ASIDE.fullmatch(aside.name)

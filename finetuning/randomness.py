@@ -25,7 +25,7 @@ _generator = threading.Lock()
 
 
 def derive_seed(*parts: str | int) -> int:
-    """Derive from the parts a seed in [0, 2**63), which is the same on every machine."""
+    """Return a seed in [0, 2**63) that depends only on the parts, not on the machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -44,7 +44,7 @@ def set_seed(seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Seed the generators for this context; other threads wait for its end to enter theirs."""
+    """Seed the generators within the context, which only one thread at a time can enter."""
     with _generator:
         set_seed(seed)
         yield
@@ -52,7 +52,7 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing_new() -> Iterator[None]:
-    """Hold the lock in a backward pass, which sets the generator if it recomputes activations."""
+    """Lock the generators for a backward pass, which may set them to recompute activations."""
     with _generator:
         yield
 

@@ -1,4 +1,4 @@
-"""Adapters: attached to a base model, exchanged as plain tensors, saved in PEFT's format."""
+"""Attach adapters to a base model, exchange them as tensors, and save them in PEFT's format."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
 
-# Name in the model of the parameter that PEFT saves as ``prompt_embeddings``.
+# Name, within the model, of the parameter that PEFT saves as ``prompt_embeddings``.
 _PREFIX = "prompt_encoder.default.embedding.weight"
 
 
@@ -64,7 +64,7 @@ def attach_adapter(
 def as_peft_config(
     settings: AdapterSettings, base: str | None = None, excluded: Sequence[str] = ()
 ) -> Any:
-    """Convert settings to PEFT's configuration; see `attach_adapter`."""
+    """Convert settings to PEFT's configuration; see `attach_adapter` for the arguments."""
     from peft import LoraConfig, PrefixTuningConfig, TaskType
 
     common = {"task_type": TaskType.CAUSAL_LM, "base_model_name_or_path": base}
@@ -83,7 +83,7 @@ def as_peft_config(
 
 
 def target_names(settings: AdapterSettings) -> list[str]:
-    """Return the names of the adapted modules; empty if PEFT chooses them."""
+    """Return the names of the modules to adapt, or an empty list if PEFT chooses the modules."""
     return [name.strip() for name in settings.targets.split(",") if name.strip()]
 
 
@@ -94,8 +94,8 @@ def initial_adapter(
     """Create the global adapter of round 1, normally without reading the base model's weights.
 
     One of LoRA's two matrices is zero, so the adapter initially has no effect. Prefixes are random,
-    as in PEFT, unless the settings give an initial text: then the whole model is loaded to compute
-    the prefix. ``directory`` contains the base model's configuration; None locates it by ``name``.
+    as in PEFT, unless the settings name an initial text: then the whole model is loaded to compute
+    the prefix. ``directory`` contains the base model's configuration, and defaults to ``name``'s.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with explicit targets.
@@ -210,7 +210,7 @@ def load_adapter(peft_model: Any, state: Mapping[str, torch.Tensor]) -> None:
 def load_state(
     parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Set weights by name, or raise a ValueError and set none if names or shapes differ."""
+    """Set weights by name; if names or shapes differ, raise a ValueError and set no weights."""
     if set(state) != set(parameters):
         different = sorted(set(state) ^ set(parameters))
         raise ValueError(f"the tensors' names differ from this model's adapter: {different[:3]} …")
@@ -227,8 +227,8 @@ def save_adapter(
 ) -> None:
     """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
 
-    The folder is replaced atomically: an interrupted write keeps the old content. ``state`` uses
-    PEFT's saved names. A safetensors file as ``state`` must be on the same disk, and is moved.
+    The folder is replaced atomically: if interrupted, it keeps the old content. ``state`` uses
+    PEFT's saved names; a safetensors file as ``state`` must be on the same disk, and is moved.
     ``config`` is PEFT's configuration of the adapter, and ``card`` the text of README.md.
     """
     with replacing(directory) as aside:

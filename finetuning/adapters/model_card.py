@@ -19,8 +19,8 @@ def model_card(
 ) -> str:
     """Describe an adapter in Markdown with the metadata block of the Hugging Face Hub.
 
-    ``base`` is the base model's name in the run config, and ``directory`` the folder from which it
-    was loaded for training. ``sizes`` maps clients to their numbers of training examples. The card
+    ``base`` is the base model's name in the run config, and ``directory`` is the folder from which
+    the model was loaded. ``sizes`` maps clients to their numbers of training rows. The card
     contains the run config without the paths of data, results and state.
     """
     metadata = ModelCardData(

@@ -1,4 +1,4 @@
-"""P-tuning v2: trained keys and values that precede those of the tokens in every block.
+"""P-tuning v2: trained keys and values that precede the tokens' keys and values in every block.
 
 See FL-GLM section 3.1, figure 2 and appendix A; reparametrisation is not used. PEFT calls this
 method prefix tuning and saves one tensor (prefix length, blocks · 2 · heads · width) with the keys
@@ -36,12 +36,12 @@ def prefix_cache(
 
     The ``DynamicCache`` is for one forward pass; gradients flow back through it to the prefixes.
     ``prefixes`` maps a block's number in the whole model to (length, 2 · heads · width), or to
-    (rows, length, 2 · heads · width) if each row has its own prefix. Keys and values get ``dtype``.
+    (rows, length, 2 · heads · width) if each row has its own prefix. The cache's type is ``dtype``.
     """
     from transformers import DynamicCache
 
-    # Positions and masks depend on the length of the first block's cache. If another party has that
-    # block, a placeholder of the same length, which takes hardly any memory, replaces its cache.
+    # Positions and masks depend on the length of the first block's cache. If another party runs the
+    # first block, a placeholder of the same length, which uses hardly any memory, is cached for it.
     device = next((prefix.device for prefix in prefixes.values()), None)
     placeholder = torch.zeros(1, 1, length, 1, dtype=dtype, device=device)
     return DynamicCache(
@@ -55,7 +55,7 @@ def prefix_cache(
 def _keys_and_values(
     prefix: torch.Tensor, config: Any, rows: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a block's keys and values as views (rows, heads, length, width) of its prefix."""
+    """Return the keys and values in a block's prefix, each (rows, heads, length, width)."""
     heads, width = key_value_shape(config)
     of_rows = prefix.to(dtype).expand(rows, -1, -1).view(rows, -1, 2, heads, width)
     keys, values = of_rows.permute(2, 0, 3, 1, 4)
@@ -63,7 +63,7 @@ def _keys_and_values(
 
 
 def shifted(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Return a backbone's inputs, with mask and positions, if any, shifted by a prefix length."""
+    """Return a backbone's inputs with the mask and positions, if any, shifted by ``length``."""
     result = dict(inputs)
     if "attention_mask" in inputs:
         mask = inputs["attention_mask"]
@@ -77,7 +77,7 @@ class BlockPrefixes:
     """Prefixes of some of a model's blocks, one tensor per block, initialised to zero.
 
     Blocks are numbered as in the whole model. ``parameters`` maps names, in sorted order, to
-    (length, 2 · heads · width) float32.
+    float32 tensors (length, 2 · heads · width).
     """
 
     def __init__(self, config: Any, length: int, devices: Mapping[int, torch.device]) -> None:
@@ -92,9 +92,9 @@ class BlockPrefixes:
         self.parameters = dict(sorted(named.items()))
 
     def before(self, inputs: Mapping[str, Any], rows: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Return a backbone's inputs with the prefixes added as a cache; prefixes need no mask.
+        """Return a backbone's inputs with the prefixes added as a cache.
 
-        If the tokens are padded on the left, the inputs must include the mask and the positions.
+        The inputs need a mask and positions only if the tokens are padded on the left.
         """
         cache = prefix_cache(
             prefixes=self._blocks, length=self.length, config=self._config, rows=rows, dtype=dtype

@@ -2,9 +2,9 @@
 
 Each cap is relative to the median of the other clients' values; if their number is even, the upper
 of the two middle values is used. With three or more clients, a single client can therefore neither
-raise its own cap nor push an honest client's cap below the value of another honest client. It is
-enough to compute the lower median of all clients' values: for a client whose value is above this
-median, it equals the median of the others, and the remaining clients do not reach their caps.
+raise its own cap nor push an honest client's cap below the value of another honest client. Only the
+lower median of all clients' values is computed: for every client above this median, the median of
+the other clients' values is the same, and the remaining clients do not reach their caps.
 
 Values that are not capped are returned unchanged, bit for bit.
 """
@@ -17,11 +17,11 @@ import torch
 
 from finetuning.adapters.adapter import State
 
-# Largest update distance ÷ the others' median. Honest clients with equal numbers of steps differ by
-# a factor below 2; with Adam, the distance grows at most in proportion to the number of steps.
+# Maximum ratio of an update's distance to the median. Honest clients with equal numbers of steps
+# differ by a factor below 2; with Adam, the distance grows at most in proportion to the steps.
 MAX_DISTANCE = 10.0
-# Largest J ÷ the weight's typical J, and the largest sum of a client's excess over this cap ÷ the
-# sum of the rest: up to 0.012 for honest clients, 0.043 with two clients (docs/robustness.md).
+# Maximum ratio of a weight's J to its typical J, and maximum ratio of a client's total excess over
+# that cap to the rest. Honest clients reach 0.012, or 0.043 if there are two (docs/robustness.md).
 _MAX_IMPORTANCE = 5.0
 _MAX_ABOVE = 0.1
 
@@ -38,7 +38,7 @@ def distance(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Te
 def update_factors(distances: Mapping[str, float]) -> dict[str, float]:
     """Return the factor by which each client's update is scaled; 1.0 up to the cap.
 
-    ``distances`` are those of the clients' adapters from the global adapter that they started with.
+    ``distances`` are the distances between the clients' adapters and the previous global adapter.
     Clients with a distance of 0 are ignored when the cap is computed.
     """
     moved = [each for each in distances.values() if each > 0]
@@ -57,10 +57,10 @@ def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -
 
 
 def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
-    """Return data sizes to use in averages, of which none exceeds the share ``largest`` of the sum.
+    """Return data sizes to use in averages; none exceeds the share ``largest`` of their sum.
 
     The size of a larger client is reduced to this share, which must be above 0 and at most 1. If
-    the share is too small for the number of clients, all clients get equal sizes.
+    the share is too small for the number of clients, all returned sizes are equal.
     """
     ordered = sorted(sizes.values(), reverse=True)
     for capped, size in enumerate(ordered):
@@ -86,14 +86,14 @@ def typical_importance(values: torch.Tensor) -> torch.Tensor:
 
 
 class ImportanceCap:
-    """Find clients with exaggerated importance J, and cap each weight's J.
+    """Finds clients with exaggerated importance J, and caps J for each weight of these clients.
 
     J of single weights is heavy-tailed even for honest clients. Therefore a client's J is accepted
     unchanged unless the amounts above 5 times the typical values sum to more than a tenth of the
     rest. In that case each of the client's values is capped at the typical value. (With a cap that
     is 5 times as high, a J of 1 everywhere would still inflate the penalty of FedJudge Eq. 4.)
 
-    Add every tensor before capping the first one.
+    Call `add` for every tensor before the first call of `cap`.
     """
 
     def __init__(self) -> None:

@@ -17,10 +17,10 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
 
     The views take no memory, but their gradients take as much memory as ``rows`` adapters. A hook
     can't replace prefixes, so the model itself must pass the views of prefixes to its blocks. All
-    batches processed within the context must have this number of rows.
+    batches processed within the context must have exactly ``rows`` rows.
 
     Yields:
-        (rows, …) leaf tensors by the parameters' names.
+        Leaf tensors (rows, …), keyed by the parameters' names.
 
     Raises:
         BaseModelError: An adapted module is not a linear layer, or its input has no row dimension,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 # Keys of an adapter's configuration that do not affect its output: notes, training settings, and
-# values that PEFT takes from the base model.
+# values that PEFT reads from the base model.
 _INCIDENTAL = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -31,14 +31,14 @@ _INCIDENTAL = {
     "task_type",
     "token_dim",
 }
-# Accepted LoRA initialisations. With other ones (PiSSA, OLoRA, …), PEFT changes the base model's
-# weights whenever it loads the adapter.
+# Accepted LoRA initialisations. With a different initialisation (PiSSA, OLoRA, …), PEFT changes the
+# base model's weights whenever PEFT loads the adapter.
 _PLAIN_INITIALISATIONS = (True, False, "gaussian")
 _SHOWN = 4
 
 
 class AdapterError(UserError, ValueError):
-    """A folder does not contain a usable adapter; the message gives the reason."""
+    """A folder does not contain a usable adapter; the message states the reason."""
 
 
 @dataclass(frozen=True)

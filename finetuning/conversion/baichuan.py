@@ -1,7 +1,7 @@
 """Convert Baichuan-7B and Baichuan2-7B to Llama.
 
-Both have Llama's architecture. The projections of queries, keys and values are rows of one matrix,
-``W_pack``. Baichuan2's output head divides each row of its matrix by the row's norm.
+Both models have Llama's architecture. The projections of queries, keys and values are rows of one
+matrix, ``W_pack``. Baichuan2's output head divides each row of its matrix by the row's norm.
 """
 
 from collections.abc import Mapping

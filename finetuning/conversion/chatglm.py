@@ -1,7 +1,7 @@
 """Convert ChatGLM2-6B and ChatGLM3-6B to GLM.
 
 Like both models, the GLM class applies rotary embeddings to the first half of each head, in pairs
-of adjacent values. Only tensor names differ, and that one matrix projects queries, keys and values.
+of adjacent values. Tensor names differ, and both models fuse the query, key and value matrices.
 """
 
 import re
@@ -30,7 +30,7 @@ _SIZES = {
     "seq_length": "max_position_embeddings",
     "layernorm_epsilon": "rms_norm_eps",
 }
-# Values that the GLM class requires in config.json; both models have them.
+# Values in config.json that the GLM class requires, and that both models have.
 _REQUIRED = {
     "rmsnorm": True,
     "multi_query_attention": True,
@@ -61,7 +61,7 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
     """Return the plan for a checkpoint with ``model_type`` "chatglm".
 
     If the version is None, it is detected from the name in ``config.json`` and the folder's name.
-    Raise a ConversionError if it is ambiguous, or the model is neither ChatGLM2 nor ChatGLM3.
+    Raise a ConversionError if the version is ambiguous, or the model is not ChatGLM2 or ChatGLM3.
     """
     from transformers import GlmConfig
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint that can't be loaded without remote code, of a model from the papers."""
+"""Convert checkpoints of the papers' models that can't be loaded without remote code."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def convert(
 
     Tensors keep their precision. Memory is needed for one file of the source and one of the target;
     target files have at most ``shard_bytes``. The target folder appears only when it is complete.
-    ``version`` is ChatGLM's; pass it if neither ``config.json`` nor the folder's name tells it.
+    ``version`` is ChatGLM's; required if neither ``config.json`` nor the folder's name contains it.
 
     Raises:
         ConversionError: The checkpoint can't be converted; nothing is written.

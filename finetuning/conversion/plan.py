@@ -20,10 +20,10 @@ class Plan:
     Attributes:
         model: Name of the model.
         config: Configuration of the target's class in transformers.
-        rename: Maps a source tensor to target tensors by name; returns none if the target computes
-            the tensor itself. Raises a `ConversionError` for an unknown tensor.
+        rename: Maps a source tensor to target tensors by name, or to an empty dict if the target
+            computes the tensor itself. Raises a `ConversionError` for an unknown tensor.
         special_tokens: Tokens that follow the vocabulary of ``tokenizer.model``, in order.
-        first_tokens: Special tokens that are put before each text.
+        first_tokens: Special tokens that are prepended to each text.
         tokenizer: Arguments of the target's tokenizer.
         chat_template: Jinja template of the prompts that the model was trained with.
         end_of_answer: Additional special tokens that end a generated answer.

@@ -19,7 +19,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def weight_files(directory: Path) -> list[Path]:
     """Return a checkpoint's weight files, preferably in safetensors format.
 
-    Raise a ConversionError if there are none, or files listed in the index are missing.
+    Raise a ConversionError if no weight files exist, or files listed in the index are missing.
     """
     for pattern in ("model*.safetensors", "pytorch_model*.bin"):
         files = sorted(directory.glob(pattern))
@@ -80,8 +80,8 @@ def write_shards(
 ) -> set[torch.dtype]:
     """Write tensors with the index that transformers expects, and return their data types.
 
-    A file has at most ``limit`` bytes; a larger tensor gets a file of its own. Only one file's
-    tensors, as copies, are in memory at a time.
+    A file has at most ``limit`` bytes; a larger tensor is written to a file of its own. Copies of
+    only one file's tensors are in memory at a time.
     """
     shards: list[list[str]] = []
     dtypes: set[torch.dtype] = set()

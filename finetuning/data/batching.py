@@ -28,7 +28,7 @@ class Prefixed(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Examples that go through the model together, padded on the right.
+    """Examples that the model processes together, padded on the right.
 
     Attributes:
         tokens: (rows, columns) int64.
@@ -54,7 +54,7 @@ class MicroBatch:
 
 
 def collate(examples: Sequence[Example], padding: int) -> MicroBatch:
-    """Right-pad examples (at least one) to the length of the longest."""
+    """Right-pad one or more examples to the length of the longest example."""
     tokens = torch.nn.utils.rnn.pad_sequence(
         [example.tokens for example in examples], batch_first=True, padding_value=padding
     )
@@ -78,7 +78,7 @@ def steps_per_round(examples: int, settings: TrainSettings) -> int:
 def round_steps(
     lengths: Sequence[int], settings: TrainSettings, round_number: int, seed: int
 ) -> list[list[int]]:
-    """Return the examples of each optimizer step of a round.
+    """Return the indices of the examples in each optimizer step of a round.
 
     A round continues where the previous one ended: with ``local_steps`` it can end inside an epoch.
     Each epoch has its own order, in which examples of similar length are close together. Rounds are
@@ -101,8 +101,8 @@ def micro_batches(
 ) -> list[list[int]]:
     """Divide examples or prompts into batches of at most ``token_budget`` padded tokens.
 
-    Examples are sorted by length, which reduces padding. The batch with the longest ones is first,
-    so out-of-memory errors occur immediately. An example above the budget gets its own batch.
+    Examples are sorted by length, which reduces padding. The first batch has the longest examples,
+    so out-of-memory errors occur immediately. An example above the budget is a batch of its own.
 
     Args:
         indices: Indices of the examples in ``columns``.

@@ -1,4 +1,4 @@
-"""Arrange candidate answers in batches that process a question's common beginning only once."""
+"""Arrange candidate answers in batches, so that a common beginning is processed only once."""
 
 import os
 from collections.abc import Sequence

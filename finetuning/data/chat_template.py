@@ -26,7 +26,7 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
     """Render a conversation as text.
 
     Returns:
-        The text, and the (start, end) character spans of the requested answers with end marks.
+        The text, and the (start, end) characters of all answers (or the last) with end marks.
 
     Raises:
         TurnsChangeError: The template renders a turn differently depending on later turns.

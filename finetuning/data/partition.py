@@ -20,7 +20,7 @@ def partition(
     """Divide rows into disjoint, non-empty parts that cover all of them.
 
     With "iid", rows of the same origin, such as several questions on one passage, stay together.
-    Equal arguments give equal parts.
+    The parts depend only on the arguments.
 
     Raises:
         DataError: There are too few rows or labels for the number of parts, a row has no label, or
@@ -100,6 +100,6 @@ def _by_dirichlet(
         if all(len(group) for group in groups):
             return groups
     raise DataError(
-        f"data.dirichlet-alpha = {alpha} gives one of {parts} clients no data in each of "
-        f"{_DIRICHLET_DRAWS} draws; raise it"
+        f"with data.dirichlet-alpha = {alpha}, one of {parts} clients has no rows in each of "
+        f"{_DIRICHLET_DRAWS} draws; raise data.dirichlet-alpha"
     )

@@ -1,4 +1,4 @@
-"""Prompts for generation, identical to the text before an answer in training."""
+"""Prompts for generation, which are identical to the text before an answer in training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ _ANSWER = {"role": "assistant", "content": _PLACEHOLDER}
 
 
 def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
-    """Convert a row of either form to a conversation that ends with a placeholder for its answer.
+    """Convert a row to a conversation that ends with a placeholder for the answer.
 
-    The forms are those of `parse_messages`, but ``output`` or a final answer turn is optional.
+    Rows have the forms of `parse_messages`, but ``output`` or a final answer turn is optional.
 
     Raises:
         DataError: The value is not such a row; the message gives the reason.
@@ -85,8 +85,8 @@ class Prompt:
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
     """Return the prompt for each row's last answer; a prompt does not depend on the answer.
 
-    A prompt has at most ``max_length`` tokens, including those that begin every answer. Inputs are
-    truncated to fit; a row is omitted if no answer would fit.
+    A prompt has at most ``max_length`` tokens, including the text that the template writes before
+    an answer. Inputs are truncated to fit; a row is omitted if no answer would fit.
 
     Raises:
         DataError: The chat template rejects a row, or all rows are omitted.

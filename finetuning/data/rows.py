@@ -172,7 +172,7 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
 
 
 def check_characters(name: str, text: str) -> None:
-    """Raise a `DataError` if a text has a lone surrogate, which no tokenizer accepts."""
+    """Raise a `DataError` if a text contains a lone surrogate, which no tokenizer accepts."""
     # JSON can contain half of a surrogate pair (\ud83d).
     try:
         text.encode()

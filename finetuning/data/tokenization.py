@@ -29,9 +29,9 @@ class Example:
         tokens: (length,) int64.
         is_target: (length,) bool; true for the tokens of answers and their end marks.
         prompt_length: Number of tokens before the last answer that is not entirely truncated.
-        reference: Text of that answer.
+        reference: Text of the last answer that is not entirely truncated.
         row: Index of the example's row; a template can produce several examples per row.
-        question: Text of the turn before that answer, truncated like the tokens.
+        question: Text of the turn before the reference, truncated like the tokens.
         origin: File and line that the row was read from; one line can produce several rows.
 
     """
@@ -73,7 +73,7 @@ class TokenizationReport:
 
     Attributes:
         inputs_shortened: Examples with an input truncated so that outputs fit.
-        outputs_shortened: Examples whose outputs were truncated too.
+        outputs_shortened: Examples whose outputs were truncated.
         left_out: Examples omitted because no output token would remain.
         rows_divided: Rows from which the chat template produced several examples.
         without_end_mark: Examples from which a model doesn't learn to stop, because the chat
@@ -159,7 +159,7 @@ def _end_marks(tokens: _Tokens, marks: Set[int]) -> set[int]:
 
 
 def _marks(tokenizer: Any) -> frozenset[int]:
-    """Return the tokenizer's added tokens, except those of whitespace (Gemma has some)."""
+    """Return the tokenizer's added tokens, except whitespace, which Gemma's tokenizer adds."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(number for number, token in added if token.content.strip())
 
@@ -180,7 +180,7 @@ def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tok
     """Tokenize rendered conversations and find their answers' tokens."""
     added = frozenset(tokenizer.added_tokens_decoder)
     marks = _marks(tokenizer)
-    # A tokenizer that prefixes each text with a mark (SentencePiece's "▁") can't encode by pieces.
+    # A tokenizer that prefixes each text with a mark (SentencePiece's "▁") must encode whole texts.
     if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
         encoded = _encode_whole(conversations, tokenizer, added)
     else:
@@ -239,7 +239,7 @@ def _encode_whole(
 def _example(
     conversation: _Conversation, tokens: _Tokens, max_length: int, row: int, origin: str
 ) -> Example | None:
-    """Truncate to the maximum length; return None if no target remains."""
+    """Return an example of at most ``max_length`` tokens, or None if no target remains."""
     is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
     for first, after in tokens.spans:
         is_target[first:after] = True
@@ -266,7 +266,7 @@ def _example(
 
 
 def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conversation | None:
-    """Remove ``excess`` tokens from the end of the longest input; return None if that fails."""
+    """Remove ``excess`` tokens from the end of the longest input; return None if impossible."""
     messages = [dict(turn) for turn in conversation.messages]
     # If only the last answer is a target, earlier answers are inputs.
     inputs = [t for t in messages[:-1] if conversation.only_last or t["role"] != "assistant"]

@@ -14,15 +14,15 @@ _NO_LENGTH = 10**9
 
 
 class EncoderError(UserError, ValueError):
-    """An encoder can't be used; the message gives the reason and the remedy."""
+    """An encoder can't be used; the message states the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The model that compares texts, by Hugging Face id or folder.
+    """The model whose hidden states are compared, named by its Hugging Face id or folder.
 
-    ``layer``, counted from 1, is the layer whose hidden states are compared. None uses the
-    library's default, or the last layer for an encoder that the library doesn't know.
+    ``layer``, counted from 1, is the layer whose hidden states are compared. If it is None, the
+    library's default is used, or the last layer for an encoder that the library doesn't know.
     """
 
     name: str
@@ -65,7 +65,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
     An empty prediction scores 0.
 
     Raises:
-        EncoderError: The encoder can't be loaded, or has no such layer.
+        EncoderError: The encoder can't be loaded, or doesn't have the layer.
 
     """
     # Exclude empty texts, for which the library warns and would compare a single token.

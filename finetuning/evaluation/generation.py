@@ -27,7 +27,7 @@ class Answering(Prefixed, Protocol):
 
 
 def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
-    """Return the arguments of ``generate`` for a temperature; 0 means greedy decoding.
+    """Return the arguments of ``generate`` for a temperature; 0 selects greedy decoding.
 
     ``top_p`` is the total probability of the most likely tokens to sample from (nucleus sampling).
     """
@@ -91,8 +91,8 @@ def continue_prompts(
     """Continue one batch of prompts, with arguments as in `generate_texts`.
 
     Returns:
-        The continuation of each prompt as text, without special tokens and, unless ``exactly``,
-        surrounding whitespace.
+        The continuation of each prompt as text, without special tokens and, unless ``exactly`` is
+        true, without surrounding whitespace.
 
     """
     if not exactly:

@@ -36,8 +36,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """Adapter from a whole or split model to the harness's model interface.
 
     Texts are tokenized and truncated as in the harness's class for Hugging Face models. Unlike in
-    that class, a context is processed, and sent over a lane, only once, together with all of its
-    continuations if they fit into a batch.
+    that class, a context is processed (and, for a split model, sent) only once, together with all
+    of its continuations if they fit into a batch.
 
     A batch has at most ``max_tokens`` padded tokens, prefixes included. Texts of more than
     ``max_length`` tokens are truncated at the start.

@@ -22,7 +22,7 @@ class HeldOutLoss:
 
     Attributes:
         loss: Mean over all target tokens, in nats.
-        perplexity: exp(loss).
+        perplexity: exp(loss), where losses above 700 count as 700.
         target_tokens: Number of tokens predicted.
 
     """
@@ -35,7 +35,7 @@ class HeldOutLoss:
 def held_out_loss(
     model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
-    """Measure the loss without dropout; a batch can hold ``batch_size`` of the longest examples."""
+    """Measure the loss without dropout; ``batch_size`` examples of maximal length fit a batch."""
     columns = [model.columns_before + len(example.tokens) for example in examples]
     batches = [
         collate([examples[i] for i in group], padding)

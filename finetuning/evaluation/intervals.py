@@ -6,7 +6,7 @@ from statistics import stdev
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half the width of a mean's 95 % confidence interval, for two or more values (t)."""
+    """Return half the width of the 95 % Student's t interval of the mean of two or more values."""
     from scipy.stats import t
 
     quantile = float(t.ppf(0.975, len(values) - 1))

@@ -43,7 +43,7 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     if not predictions:
         raise ValueError("there are no predictions to score")
     # Keep texts in memory, so that none is written to disk and processes don't wait for locks.
-    # The library ``evaluate`` still creates an empty folder; the temporary folder is for that one.
+    # The library ``evaluate`` still creates an empty folder, in the temporary folder below.
     with TemporaryDirectory() as folder:
         metric = _metric_class()(keep_in_memory=True, cache_dir=folder)
         scores: dict[str, float] = metric.compute(

@@ -80,7 +80,7 @@ def _some_words(draw: Random) -> dict[str, str]:
 
 
 def _filled(frame: str, words: dict[str, str], draw: Random) -> str:
-    """Fill in a frame; sums and dates are drawn anew each time."""
+    """Fill in a sentence template with the words, and with newly drawn sums and dates."""
     year = draw.randint(1990, 2021)
     return frame.format(
         **words,

@@ -1,6 +1,6 @@
 """Consultations: a layperson's short question and a consultant's friendly answer.
 
-After figure 1(b) of the FedJudge paper: an everyday problem in a few colloquial words, and plain
+Modelled on figure 1(b) of the FedJudge paper: an everyday problem in colloquial words, and plain
 advice that repeats the subject and its extent, and says where to get help.
 """
 

@@ -1,8 +1,8 @@
 """Court views: formal case facts and the court's view of them.
 
-After figure 1(a) of the FedJudge paper: a long input in the style of an indictment, and an output
-that begins with "This court holds that". Offence, circumstances and sum determine the articles
-cited, the sentence and the fine, by the fixed rules in `_sentence`.
+Modelled on figure 1(a) of the FedJudge paper: a long input in the style of an indictment, and an
+output that begins with "This court holds that". The offence, the circumstances and the sum
+determine the articles cited, the sentence and the fine, by the fixed rules in `_sentence`.
 """
 
 from random import Random
@@ -24,7 +24,7 @@ from finetuning.generated.vocabulary import (
 class Circumstance(NamedTuple):
     """A circumstance that is told in the input and weighed in the output.
 
-    ``steps`` is the number of steps that it adds to the term of imprisonment; negative is milder.
+    ``steps`` is the number of steps that the circumstance adds to the term, or removes if negative.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Legal reasoning: a small case with numbers, and the steps that lead to its answer.
 
-After figure 1(c) of the FedJudge paper: a rigorous written description. Each matter has one rule
-of the Code of the Province, and the amounts, dates or ages in the input determine the answer. The
+Modelled on figure 1(c) of the FedJudge paper: a rigorous description. Each matter has one rule of
+the Code of the Province, and the amounts, dates or ages in the input determine the answer. The
 functions named after the matters draw these values for the sentences of reasoning.toml.
 """
 

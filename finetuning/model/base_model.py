@@ -20,12 +20,12 @@ from finetuning.settings import ModelSettings
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILES = (WEIGHTS, *DESCRIPTIONS)
-# Largest allowed change of earlier logits ÷ change of the last logits, when the last token changes.
+# Maximum of (change in earlier logits ÷ change in last logits) when the last token is changed.
 _CAUSAL_CHANGE = 0.2
 
 
-# Silence two loggers: the first reports at each import that bitsandbytes uses its own kernels, the
-# second at each matrix product that the product is computed in float16.
+# Silence two loggers: the first reports at each import that bitsandbytes uses its own kernels; the
+# second reports at each matrix product that the product is computed in float16.
 for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 # PEFT and this file use names that transformers 5 deprecates and transformers 6 will remove.
@@ -33,7 +33,7 @@ warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarnin
 
 
 class BaseModelError(UserError, ValueError):
-    """The base model cannot be found or used; the message gives the reason and the remedy."""
+    """The base model cannot be found or used; the message states the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def locate(name: str) -> Path:
     Hugging Face id are downloaded.
 
     Raises:
-        BaseModelError: There is no such checkpoint, it is neither a GGUF file nor in safetensors
-            format, or it can't be converted.
+        BaseModelError: There is no such checkpoint, the checkpoint is neither a GGUF file nor in
+            safetensors format, or the GGUF file can't be converted.
 
     """
     name = resolve(name)
@@ -78,7 +78,7 @@ def locate(name: str) -> Path:
 
 
 def reference(name: str, directory: Path) -> str:
-    """Return a base model's Hugging Face id, or its directory if it has none."""
+    """Return a base model's Hugging Face id, or the model's directory if ``name`` isn't an id."""
     name = resolve(name)
     return name if is_id(name) else str(directory)
 
@@ -86,7 +86,7 @@ def reference(name: str, directory: Path) -> str:
 def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
-    Raise a BaseModelError if there is no fast one; slow tokenizers don't provide offsets.
+    Raise a BaseModelError if there is no end-of-text token, or the tokenizer is slow (no offsets).
     """
     from transformers import AutoTokenizer
 
@@ -108,7 +108,7 @@ def load_tokenizer(directory: Path) -> Any:
 def load_base_model(settings: ModelSettings) -> BaseModel:
     """Load the settings' checkpoint with frozen weights, on an accelerator if there is one.
 
-    Raise a BaseModelError if it cannot be found or loaded, or its attention is not causal.
+    Raise a BaseModelError if the checkpoint can't be found or loaded, or isn't a causal text model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -164,7 +164,7 @@ def loading_arguments(settings: ModelSettings, device: str | None = None) -> dic
 
 
 def prepare(model: Any, settings: ModelSettings) -> None:
-    """Freeze a loaded model, and enable gradient checkpointing if the settings ask for it."""
+    """Freeze a loaded model, and enable gradient checkpointing if the settings request it."""
     model.requires_grad_(False)
     if settings.quantization == "nf4" and model.device.type == "cpu":
         from bitsandbytes.nn import Linear4bit
@@ -207,17 +207,17 @@ def refuse_quantized(config: Any, directory: Path) -> None:
 
 
 def refuse_unless_text(config: Any, directory: Path) -> None:
-    """Raise a BaseModelError if the model of a configuration also takes images or sound."""
+    """Raise a BaseModelError if a configuration's model also accepts images or sound."""
     if config.get_text_config() is not config:
         raise BaseModelError(
             f"the model in {directory} is not for text alone ({config.model_type}); save its "
-            "language model as a separate checkpoint, and use that"
+            "language model as a separate checkpoint, and use that checkpoint"
         )
 
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, directory: Path) -> None:
-    """Raise a BaseModelError if a token attends to later tokens, or the model is not text-only.
+    """Raise a BaseModelError if tokens attend to later tokens, or the model is not text-only.
 
     Training pads rows without an attention mask, which is correct only if attention is causal.
     """

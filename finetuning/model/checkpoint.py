@@ -19,7 +19,7 @@ _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def problem_of(path: Path) -> str | None:
-    """Return why a folder or GGUF file can't be a base model, or None if no problem is found.
+    """Return the reason why a path can't be a base model, or None if no problem is found.
 
     The caller puts ``model.name`` before the text.
     """
@@ -69,7 +69,7 @@ def count_blocks(checkpoint: Path) -> int | None:
 
 
 def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
-    """Count the parameters of a client with ``blocks`` blocks; None counts the whole model.
+    """Count the parameters of a client with ``blocks`` blocks, or with all blocks if None.
 
     The checkpoint is a directory or a GGUF file; only the headers of its files are read.
     """

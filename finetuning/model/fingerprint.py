@@ -12,7 +12,7 @@ from safetensors import safe_open
 from finetuning.files import cache_directory, replacing, stamps
 from finetuning.model.checkpoint import WEIGHTS
 
-# Entries of a fingerprint other than tensors; all parties of a split model have them.
+# Entries of a fingerprint other than tensors; all parties of a split model have these entries.
 PARTIES_SHARE = ("config.json", "tokenizer.json", "chat template")
 # Keys of config.json that depend on how, or from which path, the checkpoint was saved.
 _INCIDENTAL = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
@@ -22,8 +22,8 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
     """Return the SHA-256 digests of all tensors, the configuration, tokenizer and chat template.
 
     Equal checkpoints have equal fingerprints, regardless of sharding. Tensors that are not among
-    ``names`` are neither read nor included; None includes all. Digests are hexadecimal. Those of
-    tensors are cached by the files' paths, sizes and modification times, to save time.
+    ``names`` are neither read nor included; None includes all. Digests are hexadecimal. Tensors'
+    digests are cached by the files' paths, sizes and modification times, to save time.
     """
     files = sorted(directory.glob(WEIGHTS))
     wanted = None if names is None else sorted(names)

@@ -31,7 +31,7 @@ _SCALED_QUERIES = {"gemma2", "gemma3"}
 
 
 class GGUFError(ValueError):
-    """A file can't be used as a GGUF checkpoint; the message gives the reason and the remedy."""
+    """A file can't be used as a GGUF checkpoint; the message states the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Header:
 def checkpoint_of(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
-    The checkpoint is cached under the digest of the file's content. While a process writes it,
-    other processes wait. Writing requires memory for the whole model in float32.
+    The checkpoint is cached under the digest of the file's content. While a process writes the
+    checkpoint, other processes wait. Writing requires memory for the whole model in float32.
 
     Raises:
         GGUFError: The file can't be used, or the checkpoint can't be written.
@@ -84,7 +84,7 @@ def checkpoint_of(file: Path) -> Path:
 
 
 def origin_of(directory: Path) -> dict[str, str] | None:
-    """Describe the GGUF file that a checkpoint was converted from; None if there is none.
+    """Describe the GGUF file that a checkpoint was converted from, or return None if there is none.
 
     The keys are ``file`` (its name without the folder), ``sha256`` and ``quantization``.
     """
@@ -190,7 +190,7 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
     settings.pop("quantization_config", None)
     if header.architecture == "phi3":  # transformers doesn't read the window from GGUF
         settings["sliding_window"] = header.window
-    # If saved directly, the model's configuration would say that the model is quantised.
+    # The loaded model's configuration says that the model is quantised, so save a plain copy.
     with torch.device("meta"):
         plain = type(model)(type(config).from_dict(settings))
     plain.load_state_dict(model.state_dict(), assign=True)

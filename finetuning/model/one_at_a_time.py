@@ -1,4 +1,4 @@
-"""A lock for functions that make models."""
+"""A lock for functions that create models."""
 
 import threading
 from collections.abc import Callable
@@ -14,8 +14,8 @@ _lock = threading.RLock()
 def one_at_a_time(make: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Serialise, across threads, the calls of all functions with this decorator.
 
-    While ``transformers`` makes a model, it changes PyTorch's default data type, which all threads
-    share, and then restores the previous type. If two threads do so at once, bfloat16 can remain.
+    While ``transformers`` creates a model, PyTorch's default data type, which all threads share, is
+    changed and then restored. If two threads create models at once, bfloat16 can remain set.
     """
 
     @wraps(make)

@@ -21,7 +21,7 @@ _CPU_LOGIT_BYTES, _LOGIT_BYTES = 32 * 2**20, 256 * 2**20
 
 
 class _Backbone(torch.nn.Module):
-    """Replace a model's blocks by a function that returns hidden states and a cache."""
+    """Module that calls a function for hidden states and a cache, instead of a model's blocks."""
 
     def __init__(self, compute: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> None:
         super().__init__()
@@ -48,11 +48,11 @@ def output_head(
     """Return a model of the checkpoint's class that has only the output head.
 
     For (1, targets, hidden) as ``inputs_embeds``, the returned model computes logits, including the
-    architecture's scaling and capping. It shares its modules with ``causal_lm``.
+    architecture's scaling and capping. The model shares its modules with ``causal_lm``.
 
     Args:
         causal_lm: The model, or a party's part of it.
-        compute: Function that replaces the blocks: returns hidden states and a cache for
+        compute: Function that replaces the blocks, and returns hidden states and a cache for
             ``input_ids`` and ``inputs_embeds``.
 
     """

@@ -24,8 +24,8 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     """Raise a BaseModelError for rows longer than a model's table of position embeddings.
 
     Models with computed (rotary) positions accept rows longer than those of their training, with
-    lower quality; this only causes a warning. Such a model is rejected if a long row changes the
-    positions of all rows of a batch, because a row's gradient would then depend on other rows. A
+    lower quality; for such rows, a warning is logged. The model is rejected if a long row changes
+    the positions of all rows of a batch, so that a row's gradient would depend on other rows. A
     prefix takes the first positions (FL-GLM section 3.1, as in PEFT). ``row`` maps the key of a
     setting, which messages name, to the maximum number of positions that it adds to a row.
     """

@@ -1,7 +1,7 @@
 """``model.name = "tiny"``: a small Llama that is built on first use, in about a minute.
 
-It is pre-trained on neutral text and on the clients' inputs, so that the styles of their outputs
-remain to be learned. The recipe determines the model, which is cached under the recipe's digest.
+The model is pre-trained on neutral text and on inputs in the generated clients' styles, but not on
+outputs. The recipe determines the model, which is cached under the recipe's digest.
 """
 
 import hashlib
@@ -34,19 +34,19 @@ class TinyRecipe:
     heads: int = 4
     passages: int = 4000
     inputs: int = 2000
-    sequence_length: int = 128  # tokens
+    sequence_length: int = 128  # in tokens
     batch_size: int = 8
     steps: int = 500
     learning_rate: float = 2e-3
     label_smoothing: float = 0.1
     seed: int = 0
-    version: int = 1  # of the code that builds the model
+    version: int = 1  # version of the code that builds the model
 
 
 def build_tiny(recipe: TinyRecipe | None = None) -> Path:
-    """Return the directory of the tiny checkpoint; build it if it is not in the cache.
+    """Return the directory of the tiny checkpoint, which is built if it is not in the cache.
 
-    While a process builds it, other processes wait.
+    While a process builds the checkpoint, other processes wait.
     """
     recipe = recipe or TinyRecipe()
     key = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Training, scoring and generation if one process holds all blocks of the model."""
+"""Training, scoring and generation with a model whose blocks are all in one process."""
 
 import math
 import time
@@ -40,7 +40,7 @@ class WholeModel:
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
         self.end_tokens = end_tokens(causal_lm)
         self._backbone = causal_lm.base_model
-        # A hook, because generation calls the backbone for each token.
+        # Use a hook, because generation calls the backbone for each token.
         self._backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._without_mask = False
         self._head = output_head(causal_lm)
@@ -97,7 +97,7 @@ class WholeModel:
             (rows, columns + new tokens) on the CPU; rows that end early are padded on the right.
 
         """
-        # transformers waits for the device at every token, to find out that a mask hides nothing.
+        # At every token, transformers waits for the device to check whether the mask hides tokens.
         self._without_mask = bool(mask.all())
         try:
             with self._mode(training=False):
@@ -261,8 +261,8 @@ class WholeModel:
     def _recomputing_blocks(self) -> Iterator[None]:
         """Recompute activations in evaluation mode too if gradient checkpointing is enabled.
 
-        Blocks recompute only in training mode. Therefore this sets the block itself, but not its
-        submodules, to training mode, and disables dropout in blocks that apply it directly (OPT).
+        Blocks recompute only in training mode. Therefore the blocks themselves, but not their
+        submodules, are set to training mode, and dropout that blocks apply directly is disabled.
         """
         blocks = [
             m for m in self.peft_model.modules() if getattr(m, "gradient_checkpointing", False)

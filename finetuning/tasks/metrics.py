@@ -1,6 +1,6 @@
 """The tasks' official metrics, each within 0..1.
 
-All functions take questions, and the chosen or generated answer to each question.
+The arguments of all metrics are questions, and the chosen or generated answer to each question.
 """
 
 import re

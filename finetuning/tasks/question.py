@@ -32,7 +32,7 @@ class Question:
 
 
 def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:
-    """Check that a JSON value is an object."""
+    """Return a JSON value that must be an object; ``name`` describes the value in the error."""
     if not isinstance(value, dict):
         raise DataError(f"{name} must be an object, found {type(value).__name__}")
     return value
@@ -48,7 +48,7 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def list_of(row: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
-    """Return a field that must be a list of objects, at least one."""
+    """Return a field that must be a non-empty list of objects."""
     value = row.get(key)
     if not isinstance(value, list) or not value:
         raise DataError(f"needs a list in {key!r}")

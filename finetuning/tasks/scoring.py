@@ -35,7 +35,7 @@ class Prepared:
 
     Attributes:
         candidates: The candidates of each question, if the task has candidates.
-        prompts: Otherwise the prompt of each question, (tokens,) int64.
+        prompts: The prompt of each question, (tokens,) int64, if the task has no candidates.
 
     """
 
@@ -130,7 +130,7 @@ def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -
 
 
 def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float]:
-    """Return the metrics of always giving the most frequent answer; empty without classes."""
+    """Return the metrics if every answer is the most frequent one; empty without classes."""
     if not task.has_classes:
         return {}
     # A class is the index of a candidate, or None if no candidate is right.

@@ -1,7 +1,7 @@
 """SuperGLUE's eight tasks as cloze questions (FL-GLM appendix B, table 7).
 
-Rows have the official JSON Lines format. If the table's blank is in mid-sentence, the answer comes
-last here, because a causal model cannot use the text after the blank.
+Rows have the official JSON Lines format. If the table's blank is in mid-sentence, the answer is
+moved to the end, because a causal model cannot use the text after the blank.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def wic(origin: str, row: Mapping[str, Any]) -> list[Question]:
 
 
 def wsc(origin: str, row: Mapping[str, Any]) -> list[Question]:
-    """Convert a row of WSC; its noun, right or wrong, is the first candidate."""
+    """Convert a row of WSC; the row's noun, right or wrong, is the first candidate."""
     target = as_object(row.get("target"), "'target'")
     noun, pronoun = text_of(target, "span1_text"), text_of(target, "span2_text")
     text, words = text_of(row, "text"), text_of(row, "text").split()
@@ -75,7 +75,7 @@ def wsc(origin: str, row: Mapping[str, Any]) -> list[Question]:
 
 
 def with_other_nouns(questions: list[Question]) -> list[Question]:
-    """Give each WSC question, as further candidates, the nouns of other questions on its text."""
+    """Add the nouns of the other questions on the same text to each WSC question's candidates."""
     nouns: dict[str, dict[str, str]] = {}
     for question in questions:
         (noun,) = question.candidates

@@ -40,7 +40,7 @@ def importance(
 def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     """Return the importance with the values of each tensor in random order.
 
-    This is a control: the penalty has the same strength, but acts on random weights.
+    Shuffled values are a control: the penalty has the same strength, but acts on random weights.
     """
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -95,7 +95,7 @@ class ContinualPenalty(Penalty):
         return self.weight * float(s + s.square())
 
     def add_gradient(self) -> float:
-        """Add the gradient unless λ is 0 in all steps; return its share of the gradient norm."""
+        """Add the penalty's gradient, unless λ is always 0; return its share of the norm."""
         return super().add_gradient() if self.weight or self._share else 0.0
 
     def _gradients(self) -> list[torch.Tensor]:

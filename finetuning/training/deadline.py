@@ -4,4 +4,4 @@ from finetuning.errors import UserError
 
 
 class DeadlineError(UserError, TimeoutError):
-    """The time limit of a message expired before its work was done."""
+    """The time limit of a message expired before the requested work was done."""

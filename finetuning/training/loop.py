@@ -58,14 +58,14 @@ class TrainingReport:
     """Result of a round of local training.
 
     Attributes:
-        losses: Mean loss per target token in nats of each step, before its update.
+        losses: Each step's mean loss per target token in nats, before the step's update.
         tokens: Number of tokens processed, without padding.
         target_tokens: Number of tokens predicted.
         seconds: Wall-clock time of the steps.
-        gradient_norm: Mean over steps, before clipping.
+        gradient_norm: Norm of the gradient before clipping, as a mean over steps.
         learning_rate: Learning rate of the last step.
-        penalty_gradient_share: Mean over all steps but the first, in which the weights equal the
-            global ones and the penalty's gradient is 0; None without a penalty.
+        penalty_gradient_share: Penalty's share of the gradient norm, as a mean over all steps but
+            the first, where the penalty's gradient is 0; None without a penalty.
 
     """
 
@@ -106,7 +106,7 @@ def train_round(
         The report, and the optimizer's state after the last step.
 
     Raises:
-        DeadlineError: The deadline passed; the adapter keeps the updates made until then.
+        DeadlineError: The deadline passed; the adapter contains the updates of the finished steps.
         FloatingPointError: A loss is not finite.
 
     """

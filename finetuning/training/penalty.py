@@ -7,7 +7,7 @@ import torch
 
 
 class Penalty(ABC):
-    """A penalty on the difference between the trained weights and the global ones.
+    """A penalty on the difference between the trained weights and the global weights.
 
     Args:
         parameters: Trained weights W by name.
@@ -28,7 +28,7 @@ class Penalty(ABC):
 
     @abstractmethod
     def distance(self) -> float:
-        """Return the distance of the weights from the global ones."""
+        """Return the distance of the trained weights from the global weights."""
 
     @abstractmethod
     def value(self) -> float:
@@ -63,5 +63,5 @@ class Penalty(ABC):
 
 
 def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm over all gradients, without waiting for the device."""
+    """Return the joint norm of all gradients, without waiting for the device."""
     return torch.nn.utils.get_total_norm(gradients)

@@ -2,8 +2,8 @@
 
 A step samples each row independently, clips the gradient of each row's loss, and adds Gaussian
 noise to the sum of the gradients. The random numbers must be secret, because anyone who can
-reproduce them can subtract the noise. They come from the operating system, not from the run's seed,
-which the coordinator knows.
+reproduce them can subtract the noise. Therefore the operating system generates the random numbers,
+rather than a generator with the run's seed, which the coordinator knows.
 """
 
 import math
@@ -24,7 +24,7 @@ ROW_GRADIENT_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Noise:
-    """The parameters of private steps.
+    """The parameters of the noise in private training steps.
 
     Attributes:
         multiplier: σ, the standard deviation of the noise as a multiple of C.
@@ -107,9 +107,9 @@ class PrivateGradients:
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
-    """Clip each row's gradients to ``row_norm``, and sum them over rows, by weight: (rows, …) each.
+    """Clip each row's gradient to ``row_norm``, and sum the gradients, (rows, …) each, over rows.
 
-    The norm of a row is taken over all weights. A gradient that is not finite counts as 0.
+    A row's norm includes all weights. A row whose gradient is not finite counts as 0.
     """
     squares = sum(
         torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64).square()
@@ -133,7 +133,7 @@ def poisson_steps(
 ) -> list[list[int]]:
     """Draw the rows of each step: each of ``count`` rows independently, with probability ``rate``.
 
-    Some steps may have no row.
+    A step may have no rows.
     """
     return [
         (uniform(count, random_bytes) < rate).nonzero().flatten().tolist() for _ in range(steps)

@@ -1,6 +1,6 @@
 """FedProx's proximal term (Li et al., MLSys 2020, equation 2).
 
-Local training adds μ/2 · ‖W − Ŵ‖² over all adapter weights W to its loss, where Ŵ is the global
+Local training adds μ/2 · ‖W − Ŵ‖² to the loss, where W are all adapter weights, and Ŵ is the global
 adapter just received.
 """
 

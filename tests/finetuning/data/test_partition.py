@@ -148,7 +148,7 @@ def test_what_can_t_be_divided_is_refused():
     for nothing in (None, ""):  # an empty cell of JSON and of CSV
         with pytest.raises(DataError, match=r"rows\.jsonl:2: .*'court'"):
             partition(rows_of(["north", nothing, "south"]), 2, settings_of("label"), 0)
-    with pytest.raises(DataError, match=r"dirichlet-alpha = 1e-09 .* raise it"):
+    with pytest.raises(DataError, match=r"dirichlet-alpha = 1e-09.* raise data.dirichlet-alpha"):
         partition(rows_of(["north"] * 30), 3, settings_of("dirichlet", 1e-9), 0)
 
 
