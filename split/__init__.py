@@ -1,7 +1,7 @@
 """Split learning (FL-GLM), independent of Flower.
 
-``serve`` loads the middle blocks and serves them. ``connect`` opens a lane (an encrypted
-connection) to these blocks; a client uses the lane to train and evaluate with its own blocks.
+``serve`` loads a model's middle blocks and runs them for clients. ``connect`` opens a lane (an
+encrypted connection) to this server, over which a client trains or evaluates the split model.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ __all__ = ["connect", "serve"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, because most of the package needs neither PyTorch nor gRPC."""
+    """Import a function on first use: most of the package needs neither PyTorch nor gRPC."""
     if name == "connect":
         from split.client.connecting import connect
 

@@ -1,1 +1,1 @@
-"""The client's side: the split model that the training loop and text generation use."""
+"""The client's side of split learning: the model that the training loop and text generation use."""

@@ -1,4 +1,4 @@
-"""Open a lane to a block server, and train or evaluate a split model over it."""
+"""Open a lane to a block server, to train or evaluate a split model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,19 +24,19 @@ def connect(
     patience: float = PATIENCE_SECONDS,
     busy_until: float | None = None,
 ) -> Iterator[SplitModel]:
-    """Yield a split model whose body is at a block server; close its lane on exit.
+    """Yield a split model whose body is at a block server; close the lane to the server on exit.
 
     Args:
         invitation: Invitation to the block server.
         parts: Head and tail, with their adapters attached if there are any.
         split: Wire type, window, time limits and averaging period.
         longest: Padded tokens of the largest micro-batch, prefixes included.
-        deadline: Time when the lane ends, on ``time.monotonic``'s clock.
-        training: Whether to train rather than evaluate. Adapters are averaged in training only.
+        deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
+        training: Whether to train the model; only then can adapters be averaged over the lane.
         noise: Standard deviation of the noise that is added to hidden states before they are sent,
             relative to the root mean square of each token's hidden state.
-        patience: Seconds after which a missing answer or a refusal is final.
-        busy_until: Time until which to try while the server is busy; None for the deadline.
+        patience: Seconds for which to retry if the server refuses or does not answer.
+        busy_until: Time until which to retry while the server is busy; None for the deadline.
 
     Raises:
         LaneError: The block server can't be reached or refuses the handshake.

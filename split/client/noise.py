@@ -9,7 +9,7 @@ from finetuning.randomness import normal
 
 
 def add_noise(hidden: torch.Tensor, noise: float) -> torch.Tensor:
-    """Return hidden states (rows, columns, hidden) with noise that cannot be reproduced.
+    """Add noise, drawn with ``os.urandom``, to hidden states of shape (rows, columns, hidden).
 
     ``noise`` is the standard deviation relative to the root mean square of each token's state.
     """

@@ -49,7 +49,7 @@ class RemoteBody:
     ) -> None:
         """Begin a round of training; see `SplitModel.join`.
 
-        The server returns the gradients of the head's output if ``wants_gradient`` is true.
+        If ``wants_gradient``, the server returns the gradients with respect to the head's output.
         """
         self._step = 0
         self._average_every, self._until = average_every, deadline
@@ -67,7 +67,7 @@ class RemoteBody:
         self._credits = self._welcomed(deadline)
 
     def choose(self, model: str) -> None:
-        """Select the model to evaluate by its name at the server."""
+        """Select, by name, one of the server's models to evaluate."""
         self._lane.send(Kind.JOIN, fields={"model": model})
         self._credits = self._welcomed(None)
 
@@ -78,7 +78,7 @@ class RemoteBody:
         return bool(every and self._step and self._step % every == 0)
 
     def average(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Send the adapters of the head and the tail; return the average over all clients."""
+        """Send the head's and tail's adapters; return the average over all clients in training."""
         self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
         average = self._receive(Kind.AVERAGE, self._until).tensors
         for name, own in adapters.items():
@@ -92,14 +92,14 @@ class RemoteBody:
     ) -> Iterator[tuple[Kind, int, torch.Tensor]]:
         """Yield the answers to a step's micro-batches in order of arrival.
 
-        The number of micro-batches in flight is the number of credits that the server has granted.
+        At most as many micro-batches are in flight as the server has granted credits.
 
         Args:
             count: Number of micro-batches.
-            forward: Function that runs a micro-batch, sends it with ``send_hidden``, and
-                returns its shape (rows, columns, hidden).
+            forward: Function that computes the head for the micro-batch with a given index, sends
+                the output with ``send_hidden``, and returns its shape (rows, columns, hidden).
             wants_gradient: Whether to expect a ``GRADIENT`` frame for each micro-batch, which the
-                server sends after ``send_gradient``.
+                server sends in response to ``send_gradient``.
 
         Yields:
             Tuples of the kind of frame, the index of the micro-batch, and a tensor of shape (rows,
@@ -125,7 +125,7 @@ class RemoteBody:
         lengths: torch.Tensor,
         fields: Mapping[str, Value],
     ) -> None:
-        """Add noise to hidden states and send them. No other method sends hidden states.
+        """Send hidden states after adding noise, if any. Only this method sends hidden states.
 
         Args:
             index: Index of the micro-batch.
@@ -146,7 +146,7 @@ class RemoteBody:
         )
 
     def send_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Send the gradient of the loss with respect to the body's output, of the same shape."""
+        """Send the loss's gradient with respect to the body's output, (rows, columns, hidden)."""
         self._lane.send(
             Kind.GRADIENT, step=self._step, micro_batch=index, tensors={"gradient": gradient}
         )
@@ -155,11 +155,11 @@ class RemoteBody:
         """End a step of training with the squared norm of the gradients of the head and the tail.
 
         Returns:
-            The factor that clips gradients, from 0 to 1, and the gradients' norm over all parties.
+            The factor, 0 to 1, that clips gradients, and the norm over all parties before clipping.
 
         """
         self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
-        # Wait until the end of the round: other clients may be slow. The server limits their time.
+        # Wait until the end of the round: other clients may be slow, within the server's limits.
         fields = self._receive(Kind.STEP, self._until).fields
         factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
         self._step += 1
@@ -174,12 +174,12 @@ class RemoteBody:
         of ``send_hidden``.
         """
         self.send_hidden(index, hidden, lengths, fields)
-        # The server may have to finish other clients' generations to free activation budget.
+        # The first answer may have to wait until other clients' generations free activation budget.
         frame = self._receive(Kind.HIDDEN, None if index else self._deadline, micro_batch=index)
         return _of_shape(frame, hidden.shape)
 
     def end_exchanges(self) -> None:
-        """Tell the server to free the keys and values of the current texts."""
+        """Tell the server to free the cached keys and values of the current texts."""
         self._lane.send(Kind.STEP)
 
     def end(self, until: float | None) -> None:
@@ -198,7 +198,7 @@ class RemoteBody:
         return min(credits, self._lane.limits.window)
 
     def _answer(self, due: dict[Kind, int], begun: int, last: Kind) -> Frame:
-        """Wait for the answer to a micro-batch. Answers of each kind arrive in order."""
+        """Wait for the next answer. The answers of each kind must arrive in order."""
         frame = self._receive(Kind.HIDDEN, also=last)
         sent = {Kind.HIDDEN: begun, Kind.GRADIENT: due[Kind.HIDDEN]}
         if not due[frame.kind] == frame.micro_batch < sent[frame.kind]:
@@ -251,8 +251,8 @@ def _of_shape(frame: Frame, shape: torch.Size) -> torch.Tensor:
     tensor = frame.tensors[TENSOR_OF_KIND[frame.kind]]  # the lane has checked that it exists
     if tensor.shape != shape:
         raise LaneError(
-            f"the server answered a tensor of shape {tuple(shape)} with one of shape "
-            f"{tuple(tensor.shape)}"
+            f"the server answered a tensor of shape {tuple(shape)} with a tensor of "
+            f"shape {tuple(tensor.shape)}"
         )
     return tensor
 

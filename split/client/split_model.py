@@ -34,9 +34,9 @@ class SplitModel:
         tail: Last blocks, norm and output head, with its adapter.
         lane: Lane to the block server. The caller that opened it must close it.
         frame_timeout: Seconds to wait for the server's next frame.
-        deadline: Time when to stop waiting for activation budget at the server, on
+        deadline: Time at which to stop waiting for activation budget at the server, on
             ``time.monotonic``'s clock; None to stop after ``frame_timeout``.
-        noise: Standard deviation of the noise on hidden states, relative to each token's RMS.
+        noise: Standard deviation of the noise on hidden states; see `connect`.
 
     """
 
@@ -79,7 +79,7 @@ class SplitModel:
         """Begin a round of training.
 
         Args:
-            plan: Numbers of steps; the plan's seed is not sent.
+            plan: Plan of the round. Its numbers of steps are sent to the server, but not its seed.
             longest: Padded tokens of the largest micro-batch, prefixes included.
             deadline: End of the round, on ``time.monotonic``'s clock.
             average_every: Number of steps between averages of all parties' adapters; 0 for never.
@@ -94,9 +94,9 @@ class SplitModel:
         )
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
-        """Select the model to evaluate by its name at the server.
+        """Select, by name, one of the server's models to evaluate.
 
-        ``adapters`` are those of the head and the tail; None for a model without adapters.
+        ``adapters`` are the head's and tail's adapter weights; None for a model without adapters.
         """
         for part in (self._head, self._tail):
             part.use(None if adapters is None else "default")
@@ -107,9 +107,9 @@ class SplitModel:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Accumulate the gradient of a step's loss in ``.grad`` of all three parties.
 
-        Micro-batches are independent, so as many can be in flight as the server has granted
-        credits for. Each party adds up the gradients in the order of the micro-batches, and
-        derives one seed per micro-batch from the seed of the step.
+        Micro-batches are independent, so several can be in flight: at most as many as the server
+        has granted credits. Each party adds up the gradients in the order of the micro-batches, and
+        derives the seed of each micro-batch's dropout from the step's seed.
 
         Returns:
             The summed loss of each micro-batch in nats.
@@ -152,7 +152,7 @@ class SplitModel:
         """End the step, and clip the gradients with the factor that the server returns.
 
         Args:
-            maximum: Maximum norm over all parties, the same as at the server; 0 disables clipping.
+            maximum: Maximum norm over all parties, as at the server; 0 disables clipping.
 
         Returns:
             The norm over all parties before clipping.
@@ -205,7 +205,7 @@ class SplitModel:
     def end(self, until: float | None = None) -> None:
         """End the round or the evaluation, and close the lane after the server's confirmation.
 
-        Wait until ``until`` on ``time.monotonic``'s clock, or for ``frame_timeout`` if it is None.
+        ``until`` is a time on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
 
         Raises:
             LaneError: The lane has ended, or the confirmation did not arrive in time.
@@ -220,7 +220,7 @@ class SplitModel:
     def _forward_head(
         self, index: int, batch: MicroBatch, counts: Mapping[str, int]
     ) -> torch.Tensor:
-        """Compute the head's output, send it to the body, and return it."""
+        """Compute the head's output, send the output to the body, and return it."""
         output = self._head(batch.tokens, _padding(batch))
         self._body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
         return output

@@ -1,4 +1,4 @@
-"""Open a lane and its streams at the client, with retries."""
+"""The client's side of lanes: open a lane and its streams, with retries."""
 
 import logging
 import math
@@ -56,21 +56,21 @@ def open_lane(
 ) -> Lane:
     """Open a lane to the block server, and keep it open in a separate thread.
 
-    Until the server has confirmed the handshake, its answers are not authenticated. The ticket
-    therefore remains valid after any failed attempt, and is tried again. If the server is busy, try
-    until ``busy_until`` (None: until the deadline). All other failures (refusals and missing
-    answers) are final once they have lasted for ``patience`` seconds. After a cut, try to open the
-    next stream for ``resume_timeout`` seconds. Attempts are ``retry_seconds`` apart. A stream is
-    also replaced when one direction has carried ``replace_after_bytes``. The lane ends at the
-    deadline. Deadline and ``busy_until`` are on ``time.monotonic``'s clock.
+    Until the server has confirmed a handshake, its answers are not authenticated, so the client
+    retries with the same ticket after any failure. While the server is busy, retry until
+    ``busy_until`` (None: until the deadline). After other failures (refusals and missing answers),
+    retry for ``patience`` seconds. After a cut, try to open a new stream for ``resume_timeout``
+    seconds. Attempts are ``retry_seconds`` apart. The client also replaces a stream that has
+    carried ``replace_after_bytes`` bytes in one direction. The lane ends at the deadline. The
+    deadline and ``busy_until`` are on ``time.monotonic``'s clock.
 
     Raises:
         HandshakeError: The server refused the handshake; subclasses state the reason.
         LaneTimeoutError: The server did not answer.
-        LaneUnreachableError: No server can be reached at this address.
+        LaneUnreachableError: The server can't be reached, or ended the handshake.
 
     """
-    # No timeout here: the thread below ends the lane with the reason if it can't be resumed.
+    # No timeout here: if the lane can't be resumed, the thread below ends it with the reason.
     lane = Lane(
         invitation.identity,
         limits,
@@ -101,7 +101,7 @@ def open_lane(
 class _Connection:
     """A stream that the server has confirmed, its arriving records, and the messages to send.
 
-    gRPC's thread sends the messages of each iterator in ``outgoing``; None ends the stream.
+    A thread of gRPC sends the messages of each iterator in ``outgoing``; None ends the stream.
     """
 
     stream: Stream
@@ -117,9 +117,9 @@ def _keep_open(
     resume_timeout: float,
     retry_seconds: float,
 ) -> None:
-    """Read the streams of a lane, one after another, until the lane ends."""
-    over = LaneDeadlineError("the lane's time is over (round-timeout)")
-    # End the lane in time even if this or other threads are waiting.
+    """Read the streams of a lane, and replace each one that was cut, until the lane ends."""
+    over = LaneDeadlineError("the lane's deadline has passed (round-timeout)")
+    # End the lane at the deadline even if this or other threads are waiting.
     with time_limit(max(0.0, deadline - time.monotonic()), partial(lane.fail, over)):
         while True:
             opened = time.monotonic()
@@ -165,10 +165,10 @@ def _dial_until(
     retry_seconds: float,
     busy_until: float = 0.0,
 ) -> _Connection:
-    """Try to open a stream every ``retry_seconds``, until the lane ends.
+    """Open a stream; after a failure, retry every ``retry_seconds`` unless the lane has ended.
 
-    Retry for ``patience`` seconds after the call, and after each answer that the server is busy.
-    From ``busy_until`` on, such an answer no longer extends the retries.
+    Raise the last error ``patience`` seconds after the call or, if the server answered before
+    ``busy_until`` that it is busy, ``patience`` seconds after the last such answer.
     """
     until = min(deadline, time.monotonic() + patience)
     while True:
@@ -196,7 +196,7 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
     hello = handshake.hello()
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise LaneTimeoutError("the lane's time was over before the lane was opened")
+        raise LaneTimeoutError("the lane's deadline had passed before the lane was opened")
     address = invitation.address
     channel = grpc.insecure_channel(address, options=channel_options(address))
     outgoing: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
@@ -237,7 +237,7 @@ def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneE
     if not in_time or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LaneTimeoutError(f"the block server at {address} did not answer")
     if code is grpc.StatusCode.CANCELLED:
-        # The server cancelled the stream, because it was too slow or there were too many streams.
+        # The server cancelled the stream: the client was too slow or too many streams were open.
         return refused(Refusal.BUSY)
     return LaneUnreachableError(
         f"the block server at {address} can't be reached, or ended the handshake"

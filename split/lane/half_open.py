@@ -1,8 +1,8 @@
 """Limits on the number and the duration of handshakes in progress at the server.
 
 Anyone who can reach the port can open streams. The limits ensure that clients can connect during a
-flood. *Silent* streams have not sent a message yet, so the peer is unknown. *Answered* streams have
-sent a first message that proves possession of a ticket.
+flood of streams. No message has arrived yet on a *silent* stream, so the peer is unknown. The first
+message on an *answered* stream has proved possession of a ticket.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ from split.protocol.tickets import Identity
 
 
 def host_of(peer: str) -> str:
-    """Return the address of a peer: an IPv4 address, or an IPv6 network (/64).
+    """Return the IPv4 address or the IPv6 network (/64) of a peer.
 
     gRPC describes peers as ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
     """
@@ -26,7 +26,7 @@ def host_of(peer: str) -> str:
     if kind != "ipv6":
         return host
     try:
-        # A host with one address in a /64 network can usually use all of its addresses.
+        # A host with one address in a /64 network can usually use all addresses of the network.
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:
         return host
@@ -36,8 +36,8 @@ class SilentStreams:
     """Limits streams that wait for their first message: at most ``most``, for ``seconds`` each.
 
     A legitimate client sends its first message immediately, so its stream is silent only
-    briefly. If there are too many streams, end the oldest one of the address with the most streams,
-    so a flood from one address mainly ends its own streams.
+    briefly. If there are too many streams, the oldest stream of the address with the most streams
+    is ended, so a flood from one address mainly ends the streams of that address.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -50,7 +50,7 @@ class SilentStreams:
     def count(self, host: str, end: Callable[[], object]) -> Iterator[None]:
         """Count a stream while the ``with`` block waits for its first message.
 
-        ``end`` ends the stream. It is called on a timeout, or if there are too many streams.
+        ``end``, which ends the stream, is called on a timeout or if there are too many streams.
         """
         with self._lock:
             displaced = self._displaced() if len(self._streams) >= self._most else None
@@ -75,8 +75,8 @@ class SilentStreams:
 class AnsweredHandshakes:
     """Limits handshakes that have begun but wait for the client's confirmation.
 
-    At most ``most`` may wait, for ``seconds`` each. The limit per identity, ``each``, prevents one
-    ticket from using up the total.
+    At most ``most`` handshakes may wait, each for ``seconds``. The limit per identity, ``each``,
+    prevents one client from using up the total.
     """
 
     def __init__(self, most: int, each: int, seconds: float) -> None:
@@ -90,7 +90,7 @@ class AnsweredHandshakes:
     def count(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
         """Count a handshake towards the limits while the ``with`` block completes it.
 
-        ``end`` ends the handshake's stream. It is called when the time limit expires.
+        ``end``, which ends the handshake's stream, is called when the time limit expires.
 
         Raises:
             LaneBusyError: There are too many handshakes.

@@ -1,4 +1,4 @@
-"""Queue of the frames that have arrived over a lane and wait for ``receive``."""
+"""Queue of the frames that have arrived over a lane and wait for ``Lane.receive``."""
 
 from collections import deque
 
@@ -11,7 +11,7 @@ class Inbox:
     """A queue of frames with limited memory, protected by the lock of the lane.
 
     Args:
-        max_bytes: Maximum memory of all frames. A single frame may exceed it.
+        max_bytes: Maximum memory of all frames; a single frame in the queue may be larger.
 
     """
 

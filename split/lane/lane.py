@@ -1,9 +1,9 @@
 """A lane, which delivers frames in order and exactly once over a sequence of streams.
 
-Only this layer handles cut streams. When the network cuts a stream, the client opens the next one,
-and both ends resend the frames that are not acknowledged. Users of ``send`` and ``receive`` are not
-affected. A record that fails authentication is handled like a cut, so altering a record has no
-more effect than cutting the stream. A lane ends when either side closes it, when its deadline
+Only this layer handles cut streams. When the network cuts a stream, the client opens a new stream,
+and both ends resend the unacknowledged frames. Callers of ``send`` and ``receive`` are not
+affected. A record that fails authentication is handled like a cut, so altering a record achieves no
+more than cutting the stream. A lane ends when either side closes it, when its deadline
 passes, when the other end sends a frame that is not allowed, when a cut stream is not replaced in
 time, or after too many cuts.
 """
@@ -51,7 +51,7 @@ class Lane:
         limits: Limits on frames, and on the queue of frames to the other end.
         is_client: Whether this is the client's end.
         resume_timeout: Seconds within which a cut stream must be replaced.
-        max_streams: Maximum number of streams.
+        max_streams: Maximum number of streams, one after another.
         replace_after_bytes: Bytes in one direction after which a client replaces a stream.
 
     Attributes:
@@ -126,16 +126,16 @@ class Lane:
     ) -> None:
         """Queue a frame, which another thread serialises, encrypts and sends.
 
-        At the client, wait while more than ``limits.queue_bytes`` are unsent, except after a cut.
-        The server never waits. Instead, it ends the lane if the frames that the client has not
-        acknowledged exceed this size.
+        At the client, wait while frames of more than ``limits.queue_bytes`` are unsent, except
+        while the stream is cut. The server never waits: if the frames that the client has not
+        acknowledged exceed this size, the server ends the lane.
 
-        The tensors must not change until the other end has acknowledged the frame. Each frame that
-        the other end sends acknowledges all frames that it has received.
+        The tensors must not change until the other end has acknowledged the frame. Each frame from
+        the other end acknowledges all frames that have arrived there.
 
         Raises:
             FrameError: The frame is not allowed on the lane, which stays open.
-            LaneBacklogError: The client does not read its frames; the lane has ended.
+            LaneBacklogError: The client does not read the server's frames; the lane has ended.
             LaneError: The lane has ended.
 
         """
@@ -165,7 +165,7 @@ class Lane:
             self._to_send.notify()
 
     def receive(self, timeout: float) -> Frame:
-        """Wait at most ``timeout`` seconds for the next frame.
+        """Return the next frame, after waiting for at most ``timeout`` seconds.
 
         Raises:
             LaneTimeoutError: No frame arrived in time; the lane stays open.
@@ -193,9 +193,9 @@ class Lane:
     def close(self, error: str | None = None) -> None:
         """End the lane. Further calls have no effect.
 
-        Frames that ``receive`` has not returned are dropped. Queued frames are sent, unless
-        there is an error message, which is sent to the other side immediately. A client waits a few
-        seconds for the server to end the lane, too.
+        Frames that ``receive`` has not returned are dropped. Queued frames are still sent unless
+        there is an ``error``, a message that is sent to the other side in their place. A client
+        waits a few seconds for the server to end the lane, too.
         """
         reason = f": {error}" if error is not None else ""
         with self._changed:
@@ -211,7 +211,7 @@ class Lane:
             self._end(error)
 
     def wait_ended(self, timeout: float) -> bool:
-        """Wait until the lane has ended or the timeout expires; return whether it has ended."""
+        """Wait until the lane ends or the timeout expires; return whether the lane has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self._life.error is not None, timeout)
 
@@ -220,7 +220,7 @@ class Lane:
     def detach(self, reason: str) -> int:
         """Remove the current stream, if any; return the number of frames that have arrived.
 
-        No more frames are accepted from this stream, so the number is valid until the next one.
+        The stream delivers no more frames, so the number is valid until ``attach`` is called.
         """
         with self._changed:
             stream = self._stream
@@ -231,7 +231,7 @@ class Lane:
         return received
 
     def attach(self, stream: Stream) -> None:
-        """Continue over a new stream that both ends have confirmed.
+        """Continue the lane over a new stream that both ends have confirmed.
 
         If the lane has ended, use the stream only to send the reason to the other side.
         """
@@ -276,7 +276,7 @@ class Lane:
     def read(self, stream: Stream, messages: Iterable[bytes]) -> None:
         """Process the records of a stream until it ends or is replaced.
 
-        After the end of the lane, discard records. The stream stays open to send the last frames.
+        After the lane has ended, discard records; the stream stays open to send the last frames.
         """
         try:
             for message in messages:
@@ -287,7 +287,7 @@ class Lane:
                 if not ended:
                     self._open(stream, message)
                 if self._is_client and stream.used_bytes >= self.replace_after_bytes:
-                    raise LaneCutError("the stream's keys have encrypted as much as they may")
+                    raise LaneCutError("the stream has reached its maximum number of bytes")
             where = "within a frame" if stream.opener.mid_frame else "before it was closed"
             raise LaneCutError(f"the lane was cut {where}")
         except Exception as error:
@@ -301,21 +301,21 @@ class Lane:
                     self._finish()
 
     def _open(self, stream: Stream, record: bytes) -> None:
-        """Process a record. End the lane if the other side may not send it."""
+        """Process a record. End the lane if the record is not allowed."""
         try:
             frame = stream.open(record)
             with self._changed:
                 if self._stream is stream and self._life.error is None:
                     self._take(stream, frame)
         except AlteredRecordError:
-            raise  # treat it like a cut
+            raise  # treated like a cut
         except Exception as error:
             failure = lane_error(error)
             with self._changed:
                 self._end(failure, str(failure))
 
     def _take(self, stream: Stream, frame: Frame | None) -> None:
-        """Process the acknowledgement of a record, and add a completed frame to the inbox."""
+        """Process the acknowledgement in a record, and add a completed frame to the inbox."""
         self._delivery.acknowledge(stream.opener.acknowledged)
         if frame is None:
             return None
@@ -377,8 +377,8 @@ class Lane:
 
         Args:
             error: Error that ``send`` and ``receive`` raise from now on.
-            message: Error message for the other end; None if the lane ends normally.
-            flush: Whether to send queued frames first, if the lane ends normally.
+            message: Error message to send to the other end; None to end with ``CLOSE``.
+            flush: Whether to send queued frames first; ignored if there is a message.
 
         """
         if self._life.error is not None:

@@ -1,4 +1,4 @@
-"""State of the end of a lane: reason, time, and time limits for streams."""
+"""When and why a lane ends, and time limits for its streams."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ class Lifetime:
         if time.monotonic() < self.resume_by:
             return None
         return LaneCutError(
-            f"{self._cut}, and was not resumed within {self._resume_timeout:g} s "
+            f"{self._cut}; the lane was not resumed within {self._resume_timeout:g} s "
             "(split.resume-timeout)"
         )
 

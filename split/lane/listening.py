@@ -1,4 +1,4 @@
-"""The server's side of lanes: accept streams, do handshakes, and serve each lane in a thread."""
+"""The server's side of lanes: accept streams and handshakes, and serve each lane in a thread."""
 
 import logging
 import threading
@@ -39,7 +39,7 @@ class LaneServer:
         limits: Limits on the frames of clients.
         on_lane: Function that serves a lane, called in a separate thread for each lane. The lane is
             closed when the function returns.
-        maximum_lanes: Maximum number of lanes at the same time.
+        maximum_lanes: Maximum number of concurrent lanes.
         resume_timeout: Seconds within which a client must replace a cut stream.
         peers: Limits on streams and connections; None for the defaults.
 
@@ -121,7 +121,7 @@ class LaneServer:
                 thread.join(CLOSE_SECONDS)
 
     def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Handle one gRPC call. Its thread sends the records of the stream."""
+        """Handle one gRPC call; the call's thread sends the records of the stream."""
         try:
             lane, stream = yield from self._shake_hands(requests, context)
         except HandshakeError as error:
@@ -142,7 +142,7 @@ class LaneServer:
     def _shake_hands(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Generator[bytes, None, tuple[Lane, Stream]]:
-        """Exchange M1, M2, M3 and CONFIRM of both ends, with limits on number and time."""
+        """Exchange M1 to M3 and both ends' CONFIRM; limit the number and duration of handshakes."""
         handshake = ServerHandshake(self._keys, self._tickets)
         with self._silent.count(host_of(context.peer()), context.cancel):
             hello = _next(requests)
@@ -199,7 +199,7 @@ class LaneServer:
             return lane
 
     def _new_lane(self, number: bytes, identity: Identity) -> Lane:
-        # Keep ended lanes for some time, so that a client that reconnects receives the reason.
+        # Keep ended lanes for some time, so that a reconnecting client receives the reason.
         before = time.monotonic() - self._resume_timeout - self._peers.handshake_seconds
         for key in [key for key, lane in self._lanes.items() if lane.ended_at < before]:
             del self._lanes[key]
@@ -222,7 +222,7 @@ class LaneServer:
                 return
             count, self._refusals = self._refusals, 0
             self._next_line = time.monotonic() + _LOG_SECONDS
-        _LOG.info("handshakes refused since the last such line: %d; the latest: %s", count, error)
+        _LOG.info("handshakes refused since the last such message: %d; latest: %s", count, error)
 
     def _check_room(self, new: bool) -> None:
         if self._stopping or (new and len(self._threads) >= self._maximum_lanes):
@@ -245,7 +245,7 @@ class LaneServer:
 
 
 class _ThreadPerCall(Executor):
-    """Executor with a new thread per call. A pool would keep the threads after a flood."""
+    """Executor with a new thread per call. A pool would keep threads after a flood of calls."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a function in a new thread."""

@@ -1,4 +1,4 @@
-"""A stream of a lane, which encrypts records with its own key in each direction."""
+"""A stream of a lane: its records are encrypted with a separate key in each direction."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class Stream:
         secrets: Secrets from the handshake.
         limits: Limits on the frames of the other end.
         is_client: Whether this is the client's end.
-        carried: Number of bytes that this end sent and received in the handshake.
+        carried: Numbers of bytes that this end sent and received in the handshake.
         release: Function that ends the stream immediately, even if data is in transit.
 
     Attributes:
@@ -72,7 +72,7 @@ class Stream:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the direction that has carried more so far."""
+        """The larger of the numbers of bytes sent and received so far."""
         return max(self._sent, self._received)
 
     @property
@@ -92,7 +92,7 @@ class Stream:
         """Yield a frame's records; ``acknowledged`` is the number of frames that have arrived.
 
         Raises:
-            FrameError: A tensor has a number that is not finite.
+            FrameError: A tensor contains a value that is not finite.
             LaneCutError: The key has reached its limit of encrypted bytes.
 
         """
@@ -111,7 +111,7 @@ class Stream:
             yield record
 
     def confirm(self, received: int) -> bytes:
-        """Return the first record of this end, with the number of frames that it has received."""
+        """Return this end's first record, which acknowledges the ``received`` frames."""
         (record,) = self.seal(Outgoing(Frame(Kind.CONFIRM), self._limits), received)
         return record
 
@@ -126,10 +126,10 @@ class Stream:
         return self.opener.open(record)
 
     def open_confirmation(self, record: bytes) -> None:
-        """Decrypt the first record of the other end, which acknowledges the frames it has received.
+        """Decrypt the other end's first record, which acknowledges the frames that arrived there.
 
         Raises:
-            FrameError: The record is not ``CONFIRM``.
+            FrameError: The record is not a valid ``CONFIRM`` frame.
 
         """
         frame = self.open(record)
@@ -138,6 +138,6 @@ class Stream:
 
 
 def wire_bytes(message: bytes) -> int:
-    """Return the number of bytes of a gRPC message above TCP, including all frame headers."""
+    """Return the bytes that a gRPC message occupies above TCP, including frame headers."""
     size = len(message) + 5
     return size + 9 * -(-size // _HTTP2_FRAME_BYTES)

@@ -14,12 +14,12 @@ from split.protocol.records import MAX_RECORD_BYTES
 SERVICE = "chambers.Lane"
 METHOD = "Open"
 _REFUSED = "chambers: "
-# Time limit for a handshake. Until it is complete, the peer is not authenticated.
+# Time limit for a handshake, during which the peer is not authenticated.
 HANDSHAKE_SECONDS = 10.0
 # Time limit for a closed lane to send the remaining frames and to receive those of the other side.
 CLOSE_SECONDS = 5.0
 MAX_STREAMS = 1000  # of a lane; limits the number of handshakes
-# At 1 Gbit/s with 20 ms each way, 5 MB are in flight. gRPC's default of 64 KiB is about 1% of that.
+# At 1 Gbit/s with 20 ms each way, 5 MB are in flight; gRPC's default window is only 64 KiB.
 _WINDOW_BYTES = 8 * 2**20
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_RECORD_BYTES),
@@ -44,7 +44,7 @@ class PeerLimits:
     """A server's limits on streams and connections, which anyone can open."""
 
     handshake_seconds: float = HANDSHAKE_SECONDS  # for a handshake after its first message
-    silent_seconds: float = 3.0  # for the first message, which a client sends immediately
+    silent_seconds: float = 3.0  # for the first message, which clients send immediately
     half_open: int = 32  # maximum number of silent streams, and of unfinished handshakes
     of_one_identity: int = 4  # maximum number of unfinished handshakes per identity
     spare_connections: int = 256  # maximum number of connections, in addition to one per call
@@ -62,7 +62,7 @@ def channel_options(address: str) -> list[tuple[str, int]]:
 def server_options(calls: int, peers: PeerLimits) -> list[tuple[str, int]]:
     """Return the options of a server with at most ``calls`` concurrent calls.
 
-    The port is not shared, so a port in use is an error.
+    The port is not shared, so a server can't start on a port that is in use.
     """
     silent = int(peers.silent_seconds * 1000)
     return [
@@ -70,7 +70,7 @@ def server_options(calls: int, peers: PeerLimits) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        # Limit unauthenticated connections without a stream, which use memory and descriptors.
+        # Limit unauthenticated connections without a stream, which use memory and file descriptors.
         ("grpc.max_allowed_incoming_connections", calls + peers.spare_connections),
         ("grpc.server_handshake_timeout_ms", silent),
         ("grpc.max_connection_idle_ms", silent),

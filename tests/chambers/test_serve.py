@@ -157,7 +157,7 @@ def test_what_is_said_of_time_names_no_setting_of_a_run(run_folder, tmp_path):
     late = LaneTimeoutError("the block server sent nothing for 300 s (split.frame-timeout)")
     assert "127.0.0.1" in str(explained(late, invitation))
     assert "it has not answered in time; " in str(explained(late, invitation))
-    over = LaneDeadlineError("the lane's time is over (round-timeout)")
+    over = LaneDeadlineError("the lane's deadline has passed (round-timeout)")
     assert "this invitation has expired; ask" in str(explained(over, invitation))
 
 

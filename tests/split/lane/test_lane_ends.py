@@ -36,7 +36,7 @@ def test_a_connection_that_breaks_and_is_not_replaced_ends_both_ends():
 
 def test_a_lane_ends_at_its_deadline(server):
     client, _ = server.pair(seconds=1.5)
-    ended(client, LaneDeadlineError, "time is over")
+    ended(client, LaneDeadlineError, "deadline has passed")
 
 
 def test_closing_sends_what_is_queued_and_is_told(server):
