@@ -1,4 +1,4 @@
-"""Merge the adapters of parts into one adapter of the whole model, and split it again."""
+"""Merge the adapters of parts into one adapter of the whole model, and split such an adapter."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ _OUTPUT_HEADS = re.compile(r"lm_head|embed_out|output_projection")
 def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
     """Merge the adapters of parts (see `Part.trainable`) into one adapter of the whole model.
 
-    Tensors are sorted by name. They are not copied, except that the prefixes of the blocks are
+    Tensors are sorted by name, and are not copied, except that the prefixes of the blocks are
     concatenated into one tensor.
 
     Raises:
@@ -35,8 +35,8 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
         twice = sorted(joined.keys() & part.keys())
         if twice:
             raise ValueError(
-                f"two parts have the adapter tensor {twice[0]}: their blocks overlap, so they were "
-                "not made with the same settings"
+                f"two parts have the adapter tensor {twice[0]}: their blocks overlap, so the parts "
+                "were not created with the same settings"
             )
         joined |= part
     return dict(sorted(_with_one_prefix(joined).items()))
@@ -71,7 +71,7 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
 def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | None) -> str:
     """Return a digest that lets client and server verify that they use the same body adapters.
 
-    The digest covers kind, scale and weights. Without adapters, ``state`` is None or empty.
+    The digest covers kind, scale and weights. If ``state`` is None or empty, return "none".
     """
     if not state:
         return "none"

@@ -1,4 +1,4 @@
-"""Computation of candidate answers while the middle blocks are at a server."""
+"""Compute candidate answers while the middle blocks are at a server."""
 
 import torch
 
@@ -12,10 +12,10 @@ from split.protocol.frames import Padding, Value
 def hidden_of_candidates(
     head: Part, tail: Part, batch: CandidateBatch, exchange: Exchange
 ) -> torch.Tensor:
-    """Compute each beginning once, and its endings with the beginning's cached keys and values.
+    """Compute each beginning once, then its endings with the beginning's keys and values.
 
     Returns:
-        (positions, hidden) after the last block and norm: all beginnings, then all endings.
+        States after the last block and norm, (positions, hidden): all beginnings, then all endings.
 
     """
     lengths, columns = batch.beginning_lengths, batch.beginnings.shape[1]

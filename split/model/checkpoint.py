@@ -45,7 +45,7 @@ class Checkpoint:
                     self.dtypes[name] = (stored[:0] if self.shapes[name] else stored[...]).dtype
 
     def pieces(self, name: str) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield a tensor in pieces of consecutive rows, each with its index."""
+        """Yield pieces of consecutive rows of a tensor, each with its index into the tensor."""
         shape = self.shapes[name]
         indices: list[Any] = [...]
         if shape:
@@ -60,9 +60,9 @@ class Checkpoint:
 class StoredTensor:
     """A tensor that is read when ``transformers`` requests its content with ``tensor[...]``.
 
-    If the tensor is stored in a narrower type than ``dtype``, in which the model computes, it is
-    converted piece by piece, which avoids a second copy. Otherwise the tensor keeps its type,
-    because some modules have a wider type than the rest of their model.
+    The model computes in ``dtype``. A tensor that is stored in a narrower type is converted to
+    ``dtype`` piece by piece, which avoids a second copy. Any other tensor keeps its type, because
+    some modules have a wider type than the rest of the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
@@ -81,7 +81,7 @@ class StoredTensor:
 
 
 def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor equals the one in the checkpoint, rounded to the tensor's type."""
+    """Return whether ``tensor`` equals the checkpoint's tensor ``name`` in ``tensor.dtype``."""
     return list(tensor.shape) == checkpoint.shapes[name] and all(
         torch.equal(tensor[rows].cpu(), piece.to(tensor.dtype))
         for rows, piece in checkpoint.pieces(name)
@@ -93,7 +93,7 @@ def compared(
 ) -> dict[str, str]:
     """Compare a model's tensors with the checkpoint, which is read again.
 
-    Quantised tensors cannot be compared.
+    Quantised tensors are not compared.
 
     Args:
         model: Model of a part that ``transformers`` has just loaded.

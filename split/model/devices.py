@@ -31,7 +31,7 @@ def body_devices(settings: SplitSettings) -> list[str]:
     absent = [name for name in named if name not in {"cpu", *there}]
     if absent:
         raise BaseModelError(
-            f"split.body-devices names {absent[0]}, which the server doesn't have; it has "
+            f"split.body-devices names {absent[0]}, which the server doesn't have; available: "
             f"{', '.join(['cpu', *there])}"
         )
     return named or there or ["cpu"]
@@ -81,7 +81,7 @@ def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
 def hand_over(model: Any, devices: Mapping[str, str]) -> None:
     """Make the last block on each device move its output to the next device.
 
-    ``accelerate`` moves a block's inputs inside the block. This is too late for gradient
+    ``accelerate`` moves a block's inputs inside the block, which is too late for gradient
     checkpointing: the backward pass restores the random state only on the devices of the inputs, so
     dropout on other devices would differ. ``devices`` is the result of `device_map`, with
     which the model was loaded.

@@ -48,8 +48,8 @@ def check_exactness(
     except for rounding.
 
     The test model is randomly initialised, with the real depth and small widths, and is loaded in
-    the same way as the real one. If requested, prefixes and text generation are tested, too.
-    Success is cached per configuration and version of code, torch, transformers and peft.
+    the same way as the real model. If requested, prefixes and text generation are tested, too.
+    Success is cached by configuration, code, and versions of torch, transformers and peft.
 
     Raises:
         BaseModelError: The results differ, or the architecture is not causal or cannot be tested.
@@ -75,7 +75,7 @@ def check_exactness(
         raise BaseModelError(
             f"{architecture} can't be used in split learning, divided into "
             f"{partition.head}, {len(partition.range_of('body'))} and {partition.tail} blocks: "
-            f"{reason}. Use a different base model, or a strategy that keeps it whole"
+            f"{reason}. Use a different base model, or a strategy without split learning"
         )
     with replacing(mark) as aside:
         aside.write_text(architecture)
@@ -125,7 +125,7 @@ class _TestModels:
                 value.copy_(self._prefixes.parameters[name])
 
     def difference(self, generation: bool) -> str:
-        """Describe a difference between the split and the whole model; return "" if none."""
+        """Describe how the split model differs from the whole model; return "" if it does not."""
         for side in ("right", "left"):
             for name, of_whole, of_parts in self._both(Padding(side, self._lengths)):
                 if not torch.equal(of_whole, of_parts):
@@ -136,7 +136,7 @@ class _TestModels:
 
     @torch.no_grad()
     def _both(self, padding: Padding) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Compute hidden states and logits with the whole and the split model, without padding."""
+        """Return hidden states and logits of the whole and the split model, except at padding."""
         if padding.side == "right":
             inputs, real = {}, torch.arange(_COLUMNS) < padding.lengths[:, None]
         else:
@@ -154,7 +154,7 @@ class _TestModels:
         given = self._tokens
         for party in PARTIES:
             given = self._parts[party](given, padding)
-        # Use the same shape as the whole model, because the order of summation depends on it.
+        # Use the same shape as the whole model, because it determines the order of summation.
         output_head = self._parts["tail"].output_head
         split_logits = output_head(inputs_embeds=given, use_cache=False).logits
         return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
@@ -162,7 +162,7 @@ class _TestModels:
     def _other_texts(self) -> str:
         """Describe a difference between generated texts; return "" if there is none.
 
-        The whole model uses PEFT's own implementation of prefixes.
+        If there are prefixes, the whole model uses PEFT's own implementation of prefixes.
         """
         tokens, parts, whole = self._tokens, self._parts, self._whole
         mask = (torch.arange(_COLUMNS) >= _COLUMNS - self._lengths[:, None]).long()

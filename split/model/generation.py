@@ -31,7 +31,7 @@ class Generation:
     ) -> Any:
         """Run ``generate`` on the checkpoint's own model class.
 
-        The library's own logits processors, sampling and stopping criteria apply. The model that
+        The logits processors, sampling and stopping criteria of ``generate`` apply. The model that
         ``generate`` calls is the tail's output head, preceded by the three parts.
 
         Args:
@@ -41,7 +41,7 @@ class Generation:
             settings: Further arguments of ``generate``.
 
         Returns:
-            Prompts and answers, (rows, columns + new tokens), or the output that settings request.
+            Prompts and answers, (rows, columns + new tokens), or what ``settings`` request.
 
         """
         columns = mask.shape[1]
@@ -62,9 +62,9 @@ class Generation:
         """Extend the caches; return (rows, columns, hidden), the output of the last block and norm.
 
         Args:
-            tokens: Tokens of the prompts, (rows, columns), or the next token of each row. If a text
-                exceeds the trained length, some architectures recompute the text: then these are
-                all its tokens, and a new generation starts.
+            tokens: Tokens of the prompts, (rows, columns), or the next token of each row. Some
+                architectures recompute texts that exceed the trained length: they pass all tokens
+                of the texts, which starts a new generation.
             padding: Number of padding columns before each prompt, (prompts,).
             most: Maximum number of columns of the texts.
 
@@ -97,7 +97,7 @@ class Generation:
         head = self._kept[0]
         if head.cache is not None:
             return head.cache
-        # An embedding without blocks has no cache. Return an empty cache of the right length.
+        # A head without blocks has no cache. Return an empty cache of the right length.
         config = self._head.model.config
         return prefix_cache(
             prefixes={}, length=head.length, config=config, rows=1, dtype=self._head.dtype

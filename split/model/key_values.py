@@ -17,10 +17,10 @@ class KeyValues:
 
     As in ``generate`` with a whole model, the attention mask and the position IDs are derived from
     the left padding of the prompts, and mixed precision is not used. If the adapter in use is a
-    prefix, its keys and values come first, and its length is added to all
-    positions, as in PEFT (FL-GLM section 3.1).
+    prefix, the prefix's keys and values precede all others, and its length
+    is added to all positions, as in PEFT (FL-GLM section 3.1).
 
-    Rows that end earlier than others continue with padding on the right; ignore the outputs there.
+    Rows that end earlier than others are padded on the right; ignore the outputs at this padding.
 
     Args:
         part: Part with the adapter in use.
@@ -58,10 +58,10 @@ class KeyValues:
         """Compute the blocks for the prompts, or for the next tokens of each row.
 
         Args:
-            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden) states.
+            given: Tokens for the head, (rows, columns) int64; else states, (rows, columns, hidden).
 
         Returns:
-            Hidden states, (rows, columns, hidden), after the party's last block, for the tail also
+            Hidden states, (rows, columns, hidden), after the party's last block; for the tail, also
             after the final norm.
 
         """
@@ -80,7 +80,7 @@ class KeyValues:
         self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
 
     def _mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
-        """Return the position IDs, and an attention mask if there are padding and blocks."""
+        """Return position IDs if the model accepts any, and a mask for blocks with padded rows."""
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
         if self.columns:

@@ -46,7 +46,7 @@ _GENERATION = "generation_config.json"
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
     """Return the directory of a checkpoint (``model.name``).
 
-    Download only files with tensors of these parties.
+    Of a sharded checkpoint, download only the files with tensors of these parties.
 
     Raises:
         BaseModelError: There is no such checkpoint, or it is not in safetensors format.
@@ -66,7 +66,7 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
 def tensors_of(directory: Path, partition: Partition, parties: Sequence[PartyName]) -> set[str]:
     """Return the names of the checkpoint's tensors that the parts of these parties consist of.
 
-    Files that are listed in an index need not exist.
+    If the checkpoint has an index, the files listed there need not exist.
     """
     whole = outline(directory)
     full = full_names(whole, _files(directory))
@@ -86,8 +86,8 @@ def load_parts(
 ) -> dict[PartyName, Part]:
     """Load the parts of one process. Tied embeddings share one tensor in memory.
 
-    The blocks of each part are spread over ``devices``, in order. If there are none, use the first
-    GPU, or the CPU if there is none.
+    The blocks of each part are spread over ``devices``, in order. Without ``devices``, use the
+    first GPU, or the CPU if there is no GPU.
 
     Raises:
         BaseModelError: A part cannot be loaded, or a tensor differs from the checkpoint.
@@ -109,7 +109,7 @@ def load_parts(
         absent = sorted(set(sources.values()) - checkpoint.files.keys())
         if absent:
             raise BaseModelError(
-                f"{len(absent)} tensors, including {absent[0]}, are in none of the {WEIGHTS} in "
+                f"{len(absent)} tensors, including {absent[0]}, are in no {WEIGHTS} file of "
                 f"{directory}; the checkpoint is incomplete, so download it again"
             )
         kind = part_class(whole, partition, party)
@@ -142,7 +142,7 @@ def load_parts(
 
 
 def _files(directory: Path) -> Mapping[str, Any]:
-    """Return the file of each tensor of a checkpoint, from its index if it has one."""
+    """Return the file of each tensor of a checkpoint, from the index file if there is one."""
     index = directory / _INDEX
     if index.is_file():
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -173,7 +173,7 @@ def _shared(
     sources: Mapping[str, str],
     full: Mapping[str, str],
 ) -> dict[str, torch.Tensor]:
-    """Return tensors of a part that were already loaded for another part, keyed as in ``sources``.
+    """Return a part's tied tensors that were loaded for another part, keyed as in ``sources``.
 
     Some checkpoints store tied tensors twice. Share such tensors only if they are equal. ``held``
     maps names of other parts' weights to their names in the checkpoint and their tensors.

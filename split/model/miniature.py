@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# Widths by pattern of their names in configurations. All other values are unchanged.
+# Maximum widths, by pattern of their names in configurations; _narrow also sets other values.
 _WIDTHS: tuple[tuple[str, int], ...] = (
     (r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size", 32),
     (r"vocab_size(_per_layer_input)?", 64),
@@ -34,7 +34,7 @@ def miniature(config: Any) -> Any:
         config: Configuration of the real checkpoint; it is not changed.
 
     Raises:
-        Exception: The architecture does not support these widths; the type is unspecified.
+        Exception: The architecture does not support these widths, or needs too many weights.
 
     """
     from transformers import AutoModelForCausalLM

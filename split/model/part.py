@@ -65,12 +65,12 @@ class Part:
         """Compute this party's blocks with the adapter in use.
 
         Args:
-            given: (rows, columns) int64 tokens for the head, else (rows, columns, hidden) states.
+            given: Tokens for the head, (rows, columns) int64; else states, (rows, columns, hidden).
             padding: Padding of the rows.
 
         Returns:
-            Hidden states, (rows, columns, hidden), after the party's last block, for the tail also
-            after the final norm. Gradients flow back to ``given``.
+            Hidden states, (rows, columns, hidden), after the party's last block; for the tail, also
+            after the final norm. Gradients propagate back to hidden states in ``given``.
 
         """
         inputs = self.inputs_of(given) | without_cache(self._backbone)
@@ -85,14 +85,14 @@ class Part:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def inputs_of(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the backbone's argument for tokens or hidden states, on the device for inputs."""
+        """Return tokens or hidden states as the backbone's argument, on the part's first device."""
         if self.party == "head":
             return {"input_ids": to_device(given, self.device)}
         return {"inputs_embeds": to_device(given, self.device, self.dtype)}
 
     @property
     def prefixes(self) -> BlockPrefixes | None:
-        """The adapter in use if it is a prefix, otherwise None. Empty if the part has no blocks."""
+        """The adapter in use if it is a prefix (empty in a part without blocks), else None."""
         return self._prefixes.get(self._used)
 
     @property
@@ -110,7 +110,7 @@ class Part:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in mixed precision on a GPU, as the whole model does.
 
-        A call of the part enters this context. Enter it yourself to compute logits and loss.
+        Calling the part enters this context. Enter the context to compute logits and the loss, too.
         """
         return mixed_precision(self.device, self.dtype)
 
@@ -136,8 +136,8 @@ class Part:
     def use(self, name: str | None) -> None:
         """Select the adapter to compute with; None selects the base model without an adapter.
 
-        With gradient checkpointing, a backward pass recomputes the blocks. Select the adapter of
-        the forward pass again before the backward pass.
+        With gradient checkpointing, a backward pass recomputes the blocks, so the adapter of the
+        forward pass must be selected again before the backward pass.
         """
         if name != self._used:
             self._select(name)
@@ -159,7 +159,7 @@ class Part:
         }
 
     def remove(self, name: str) -> None:
-        """Remove an adapter and free its memory. If it was in use, switch to the base model."""
+        """Remove an adapter and free its memory; if it was in use, switch to the base model."""
         is_prefix = self._prefixes.pop(name, None) is not None
         has_weights = not is_prefix and bool(self.trainable(name))
         used = self._used

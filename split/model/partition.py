@@ -41,7 +41,7 @@ class Partition:
     """The number of blocks of each party.
 
     Attributes:
-        blocks: Blocks of the whole model.
+        blocks: Number of blocks of the whole model.
         head: Number of blocks at the client after the embedding.
         tail: Number of blocks at the client before the output head.
 
@@ -66,7 +66,7 @@ class Partition:
 
 
 class _NoPositions(nn.Identity):
-    """Replacement for learned position embeddings in the body and tail; the head adds them."""
+    """Replacement for learned position embeddings, which the head adds, in the body and tail."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())
@@ -114,9 +114,9 @@ def outline(directory: Path) -> Any:
 
 
 def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
-    """Return the class of a party's model: subclass of the whole model's class with fewer modules.
+    """Return a subclass of the whole model's class that contains only the party's modules.
 
-    It keeps the class name and the module name, by which ``transformers`` looks up classes.
+    The subclass has the same name and ``__module__``, by which ``transformers`` looks up classes.
     """
     kind = type(whole)
 
@@ -130,8 +130,8 @@ def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
 def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
     """Map names in a checkpoint to names in the model that ``transformers`` loads from it.
 
-    Names in a checkpoint may lack the prefix of the backbone, be from an older version, or refer to
-    matrices that are concatenated on loading. ``whole`` is the result of `outline`.
+    Names in a checkpoint may lack the backbone's prefix, be from an older version of the library,
+    or refer to matrices that are concatenated on loading. ``whole`` is the result of `outline`.
     """
     changes = get_model_conversion_mapping(whole)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -151,7 +151,7 @@ def tensors_of_part(
 
     Args:
         whole: Result of `outline`.
-        full: Names of all tensors of the checkpoint; see `full_names`.
+        full: Result of `full_names` for all tensors of the checkpoint.
         partition: Number of blocks of each party.
         party: Party of the model.
 
@@ -171,18 +171,18 @@ def tensors_of_part(
 
 
 def tied_pairs(whole: Any) -> list[tuple[str, str]]:
-    """Return the names of tied tensors of a model, each pair in both orders."""
+    """Return the pairs of names of a model's tied tensors, each pair in both orders."""
     pairs = list(whole.all_tied_weights_keys.items())
     return pairs + [(other, one) for one, other in pairs]
 
 
 def stands_before_blocks(name: str) -> bool:
-    """Return whether a module comes before the first block rather than after the last block."""
+    """Return whether a module with this name precedes the blocks; otherwise, it follows them."""
     return _BEFORE_BLOCKS.search(name) is not None
 
 
 def blocks_of(model: Any, blocks: int) -> str:
-    """Return the path of the ``ModuleList`` of all blocks of a causal model, whole or in part.
+    """Return the path of the ``ModuleList`` of all blocks in a whole causal model or a part of one.
 
     Raises:
         BaseModelError: The blocks are not in one list.
@@ -225,7 +225,7 @@ def _keep(model: Any, partition: Partition, party: PartyName) -> None:
 
 
 def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
-    """Restrict the configuration, including its lists with one entry per block, to a party."""
+    """Restrict a configuration, with its lists of one entry per block, to a party's blocks."""
     own = partition.range_of(party)
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     for config in {id(config): config for config in found}.values():
