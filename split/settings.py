@@ -20,18 +20,18 @@ class SplitSettings(Section):
     order: Literal["shuffled", "names"] = Field(
         "shuffled",
         description="Order of clients in each round of `serial`: shuffled with the run's seed, or "
-        "by name. With `names`, the server's blocks always favour the client that comes last.",
+        "by name. With `names`, the server's blocks always favour the client whose name is last.",
     )
     head_blocks: int = Field(
         1,
         ge=0,
-        description="Blocks at the clients after the embedding. If `head-blocks` and "
+        description="Number of blocks at the clients after the embedding. If `head-blocks` and "
         "`tail-blocks` are both 0, the split is FedBERT's.",
     )
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
         4,
-        description="Maximum micro-batches of a step in flight; affects the speed, not the result.",
+        description="Maximum number of a step's micro-batches in flight; affects only the speed.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
@@ -47,14 +47,14 @@ class SplitSettings(Section):
     activation_budget: PositiveInt = Field(
         16384,
         description="Maximum padded tokens of all clients, prefixes included, whose activations, "
-        "or keys and values of generated text, are in the server's memory at once. Lower it if the "
-        "server runs out of memory.",
+        "or keys and values of generated text, are in the server's memory at once. If the server "
+        "runs out of memory, lower this number.",
     )
     body_devices: str = Field(
         "",
         description="Devices for the server's blocks, such as `cuda:0,cuda:1`, or `cpu` alone. "
-        "Blocks are spread over them in order, in proportion to their free memory. Empty: all GPUs "
-        "of the server, or the CPU if it has none.",
+        "Blocks are spread over the devices in order, in proportion to the devices' free memory. "
+        "Empty: all GPUs of the server, or the CPU if there is no GPU.",
     )
     listen: str = Field(
         "127.0.0.1:0",
@@ -62,7 +62,7 @@ class SplitSettings(Section):
     )
     advertise: str = Field(
         "",
-        description="Address and port where clients reach the block server; empty: `listen`.",
+        description="Address and port at which clients reach the block server; empty: `listen`.",
     )
     key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
         "ml-kem-768-x25519",
@@ -76,7 +76,7 @@ class SplitSettings(Section):
         3.0,
         ge=1,
         description="With `client-batch`, the limit on a client's values, as a multiple of the "
-        "other clients' median (of an even number, the larger middle value): its gradients in the "
+        "other clients' median (the larger middle value of an even number): its gradients in the "
         "server's blocks, per predicted token and per step, its predicted tokens per step, and the "
         "norm that it reports. Larger values are scaled down, and the log names the client.",
     )
@@ -87,8 +87,8 @@ class SplitSettings(Section):
         60.0,
         description="Seconds after which `client-batch` continues without clients that all others "
         "are waiting for. Also seconds after which the lane of a silent client ends if other "
-        "clients wait for the part of `activation-budget` that the client occupies. Once half of "
-        "`round-timeout` has been spent waiting, the round drops the client most waited for.",
+        "clients wait for the part of `activation-budget` that the client occupies. Once waiting "
+        "has taken half of `round-timeout`, the client that caused the longest wait is dropped.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,

@@ -1,8 +1,8 @@
-"""Reliable delivery of a lane's frames, which are sent again after the network cuts a stream.
+"""Reliable delivery of a lane's frames, with retransmission after the network cuts a stream.
 
 Each end numbers its outgoing frames from 0. The number itself is not sent, because a stream
 delivers frames in order, and the header of each record contains the number of received frames. A
-frame is kept until it is acknowledged. A new stream begins with a ``CONFIRM`` frame in each
+frame is stored until it is acknowledged. A new stream begins with a ``CONFIRM`` frame in each
 direction, whose acknowledgement determines the frame to continue with. Therefore, every frame
 arrives exactly once and in order, even if the stream is cut repeatedly.
 """

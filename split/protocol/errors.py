@@ -26,7 +26,7 @@ class LaneUnreachableError(LaneError):
 
 
 class LaneTimeoutError(LaneError, TimeoutError):
-    """A wait timed out. If ``receive`` raised it, the lane is still open and can be used."""
+    """A wait timed out. After a timeout in ``Lane.receive``, the lane is still open."""
 
 
 class LaneDeadlineError(LaneError):
@@ -42,7 +42,7 @@ class FrameError(LaneError):
 
 
 class AlteredRecordError(FrameError):
-    """A record is not the next record that the other side encrypted; treated as a cut stream."""
+    """A record is not the next one that the other side encrypted; the lane treats this as a cut."""
 
 
 class PeerError(LaneError):
@@ -123,7 +123,7 @@ def printable(text: str, most: int = 1000) -> str:
     """Return text from a peer as a single line that can be logged, stored and displayed.
 
     Replace characters that are not printable according to ``str.isprintable`` (line breaks, control
-    characters, terminal escapes, bidirectional controls, lone surrogates) by escape sequences.
+    characters, terminal escapes, bidirectional controls, lone surrogates) with escape sequences.
     Letters of all languages are unchanged. Text of more than ``most`` characters is truncated.
     """
     shown = "".join(

@@ -17,7 +17,7 @@ from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, w
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The client has selected a model; ``is_new`` is False if it was selected before."""
+    """The client has selected a model; ``is_new`` is False if it was already selected."""
 
     model: str
     is_new: bool
@@ -35,7 +35,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Hidden states (rows, columns, hidden) of texts to cache; ``tokens`` limits the cache."""
+    """Hidden states, (rows, columns, hidden), of texts to cache in at most ``tokens`` tokens."""
 
     step: int
     index: int
@@ -48,7 +48,7 @@ class Prompts:
 class CachedExtension:
     """Hidden states of the next token of each cached text, or of several endings of each text.
 
-    The shape is (rows, 1, hidden) for the next token, for which ``endings`` is 0, and otherwise
+    For the next token, ``endings`` is 0, and the shape is (rows, 1, hidden); otherwise the shape is
     (rows × endings, columns, hidden). The index is counted from the prompts, which have index 0.
     """
 
@@ -174,8 +174,8 @@ class Evaluation:
         new_tokens = whole_number(frame, "new_tokens")
         if padding.side != "left" or frame.micro_batch or not new_tokens:
             raise ProtocolError(
-                f"a generation of {new_tokens} tokens began with micro-batch {frame.micro_batch} "
-                f"and padding on the {padding.side}; expected at least 1 token, 0 and left"
+                f"received {new_tokens} new tokens, micro-batch {frame.micro_batch} and padding on "
+                f"the {padding.side}; expected at least 1 token, micro-batch 0 and left padding"
             )
         tokens = self._tokens(rows, columns + new_tokens)
         if tokens > self._max_cached_tokens:
@@ -217,7 +217,7 @@ class Evaluation:
             raise ProtocolError(
                 f"received {rows} rows as {each} endings of each of {self._rows} texts, as "
                 f"micro-batch {frame.micro_batch} with padding on the {padding.side}, after "
-                f"{self._frames} frames; expected micro-batch 1, right and 1 frame"
+                f"{self._frames} frames; expected micro-batch 1, right padding and 1 frame"
             )
         tokens = self._tokens(rows, self._columns + columns)
         room = self._tokens(self._rows, self._columns + self._new_tokens)

@@ -25,7 +25,7 @@ WIRE: dict[WireType, torch.dtype] = {
 PLAIN = {torch.float64, torch.float32, torch.int64, torch.int32}
 _MAX_NAME_LENGTH = 256
 _MAX_TEXT_LENGTH = 4096
-# Hidden states of some models reach 10⁶. Squares of 2³⁰ are far below the maximum of float32.
+# Hidden states of some models reach 10⁶. The square of 2³⁰ is far below float32's maximum.
 _LARGEST_NUMBER = 2.0**30
 # Memory overhead of Python and PyTorch for a queued frame, and for each of its tensors and fields:
 # the measured values plus 20%.
@@ -111,7 +111,7 @@ class Limits:
             ``AVERAGE``, which is not allowed by default, and for ``HIDDEN`` and ``GRADIENT``, whose
             limit follows from ``maximum_tokens``.
         maximum_columns: Maximum number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, because
-            time and memory of attention grow with the square; None for ``maximum_tokens``.
+            time and memory of attention grow with its square; None for ``maximum_tokens``.
 
     """
 
@@ -136,7 +136,7 @@ class Limits:
     def hidden_bytes(self) -> int:
         """Maximum memory of a ``HIDDEN`` or ``GRADIENT`` frame in bytes.
 
-        The tensor is at most float32, which is at least as large as the type on the network.
+        Tensors count as float32, the largest type in memory and on the network.
         """
         length = 8  # bytes for a row's length; each row has at least one token
         return SMALL_PAYLOAD_BYTES + self.maximum_tokens * (4 * self.hidden + length)
@@ -228,7 +228,7 @@ def average_bytes(weights: int) -> int:
 
 
 def check_padding(frame: Frame) -> None:
-    """Check the row lengths and the side of the padding if a frame has lengths.
+    """Check the row lengths and the side of the padding if a frame contains lengths.
 
     Raises:
         FrameError: A length is not from 1 to the number of columns, or the side is not left or
@@ -313,7 +313,7 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
 
 
 def whole_number(frame: Frame, name: str) -> int:
-    """Return a field that must be a non-negative integer.
+    """Return the value of a field that must be a non-negative integer.
 
     Raises:
         ProtocolError: The field is missing, negative or of the wrong type.

@@ -5,7 +5,7 @@ MAC with the ticket's secret. M2 server → client: ephemeral X25519 share, the 
 M3 client → server: the client's finished MAC. ``docs/wire.md`` specifies every byte.
 
 Use each object for one handshake. A rejected message does not change the object's state. A ticket
-is used up only when the server has decrypted the client's first record.
+for one lane is used up only when the server has decrypted the client's first record.
 """
 
 import hmac
@@ -126,7 +126,7 @@ class ServerHandshake(_Handshake):
             HandshakeError: M1 is malformed, altered or made without the ticket's secret, or its
                 suite is not the server's.
             TicketError: The ticket is unknown, expired, used or issued for a different identity.
-            LaneBusyError: This message was received before. A client can retry with a new M1.
+            LaneBusyError: The same message was received before. A client can retry with a new M1.
 
         """
         self._expect(_State.NEW)

@@ -7,7 +7,7 @@ from split.protocol.tickets import Identity, Ticket
 
 @dataclass(frozen=True)
 class Invitation:
-    """Everything that a client needs to open a lane. Keep it confidential."""
+    """The confidential data that a client needs to open a lane."""
 
     address: str  # of the block server, as host:port
     suite: str  # of the key exchange

@@ -1,9 +1,9 @@
 """Serialisation of frames in the safetensors format, which cannot contain code.
 
-This module does not use the safetensors library, for two reasons. Hidden states are copied only
-once when they are sent (converted directly into the buffer that is encrypted), and not at all when
-they are received. The header (here called description) is validated before the tensors' data arrive
-and before memory is allocated for them. Tests compare this implementation with the library.
+This module does not use the safetensors library, for two reasons. Outgoing hidden states are copied
+only once, directly into the buffer that is encrypted, and received tensors (unless int8) are views
+of the decrypted payload. The header (here called description) is validated before the tensors' data
+arrive and before memory is allocated for them. Tests compare this implementation with the library.
 """
 
 import json
@@ -120,7 +120,7 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
         content[METADATA] = {name: json.dumps(value) for name, value in frame.fields.items()}
     text = json.dumps(content, separators=(",", ":")).encode()
     # The rounding of matrix products depends on the alignment of the operands. Padding makes the
-    # alignment independent of the fields, so a frame that is sent again gives equal results.
+    # alignment independent of the fields, so a frame that is sent again yields equal results.
     text += b" " * (-(len(text) + _LENGTH.size) % (_ALIGNED if entries else 8))
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise FrameError(f"a frame with {len(entries)} tensors has too long a description")
@@ -198,7 +198,7 @@ class Outgoing:
     """An outgoing frame, which is checked on creation and serialised later in another thread.
 
     Tensors on an accelerator are copied to the CPU as soon as the accelerator has computed them, in
-    the order of its queue. Tensors on the CPU must not change until the frame is written.
+    the order of its queue. Tensors on the CPU must not change until the frame is acknowledged.
 
     Raises:
         FrameError: The frame is not allowed on the lane.
@@ -228,14 +228,14 @@ class Outgoing:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that the frame occupies while it is kept."""
+        """Memory that the frame occupies until it is acknowledged."""
         return max(self.size, self.frame.tensor_bytes) + self.frame.overhead_bytes
 
     def write(self) -> memoryview:
-        """Convert and copy the tensors into one buffer.
+        """Return the payload: convert and copy the tensors into one buffer.
 
         Raises:
-            FrameError: A tensor has a number that is not finite.
+            FrameError: A tensor contains a value that is not finite.
 
         """
         for copied in self._copied:
@@ -258,12 +258,12 @@ class Outgoing:
 def read(
     description: Description, buffer: Tensor, kind: Kind, step: int, micro_batch: int
 ) -> Frame:
-    """Return the frame of a complete payload: ``buffer``, uint8 of shape (size,).
+    """Return the frame in ``buffer``, a complete payload: uint8 of shape (size,).
 
-    The frame's tensors are views of the payload if possible.
+    The frame's tensors are views of ``buffer``, except tensors that were int8.
 
     Raises:
-        FrameError: A tensor has a number that is not finite, or the row lengths are invalid.
+        FrameError: A tensor contains a value that is not finite, or the row lengths are invalid.
 
     """
     data = buffer[description.start :]
@@ -280,7 +280,7 @@ def read(
 
 def _check_finite(tensor: Tensor, name: str) -> None:
     if tensor.is_floating_point() and tensor.numel():
-        # Minimum and maximum are NaN if any element is NaN. This needs one pass and no mask.
+        # Minimum and maximum are NaN if any element is NaN; aminmax needs one pass and no mask.
         least, most = (float(bound) for bound in torch.aminmax(tensor))
         if not (math.isfinite(least) and math.isfinite(most)):
             raise FrameError(f"{name!r} has NaN or infinite numbers")

@@ -2,9 +2,9 @@
 
 A record consists of a header of 32 bytes, at most 1 MiB of payload encrypted with AES-256-GCM, and
 the tag of 16 bytes. The header is authenticated as associated data. The nonce is the counter in the
-header, which starts at 0 in each direction and increases by 1. A record that was lost, repeated,
-reordered or altered, or is from another lane or direction, therefore fails to decrypt. Anyone on
-the network can cause such failures, so their error is not the one for a forbidden record.
+header, which starts at 0 in each direction and increases by 1. A record that was repeated,
+reordered or altered, follows a lost one, or is from a different lane or direction, therefore fails
+to decrypt. Anyone on the network can cause this, so it raises a separate error.
 """
 
 import struct
@@ -120,8 +120,8 @@ class Opener:
         Do not use the object after an error.
 
         Raises:
-            AlteredRecordError: The record was altered, repeated, reordered or omitted, or belongs
-                to another lane.
+            AlteredRecordError: The record was altered, repeated or reordered, follows an omitted
+                one, or belongs to a different lane.
             FrameError: The other side sent the record, but the frame is not allowed.
 
         """
@@ -132,7 +132,7 @@ class Opener:
             header = self._header(record, size)
         except FrameError:
             # Raise this error only if the other side encrypted this record; otherwise _decrypt
-            # raises. Allocate no more memory than the record has.
+            # raises. Allocate no more memory than the record's size.
             self._decrypt(record, memoryview(bytearray(size)))
             raise
         partial = self._partial
@@ -198,7 +198,7 @@ class Opener:
         return header
 
     def _decrypt(self, record: bytes, target: memoryview) -> None:
-        """Decrypt a record with the expected counter, whatever counter its header has."""
+        """Decrypt a record with the expected counter, whatever counter its header contains."""
         started = time.perf_counter()
         try:
             self._cipher.decrypt_into(

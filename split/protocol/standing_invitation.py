@@ -17,13 +17,13 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class StandingInvitation(BaseModel):
-    """Everything that a client needs to use a served model. Keep its secret confidential.
+    """Everything that a client needs to use a served model, including a confidential secret.
 
     The invitation becomes invalid when it expires or the server stops.
 
     Attributes:
-        digests: Digests of the base model's tensors that the client needs, as far as the server has
-            them.
+        digests: Digests of the base model's tensors that the client needs, as far as the server
+            has these tensors.
         models: Digest of each model's body adapters, by name of the model; see ``body_digest``.
 
     """
@@ -31,7 +31,7 @@ class StandingInvitation(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        hide_input_in_errors=True,  # it contains a secret
+        hide_input_in_errors=True,  # the input contains a secret
         ser_json_bytes="base64",
         val_json_bytes="base64",
     )

@@ -1,13 +1,13 @@
 """Tickets, which authorise a client to open a lane.
 
-A ticket is sent to its client over an existing confidential channel. The lane transmits only its
-identifier. The ticket's secret is an input to the first message's MAC key and to the stream's keys.
-Most tickets open one lane. A standing ticket opens any number of lanes until it expires. The
+A ticket is sent to its client over an existing confidential channel, and only its identifier is
+sent over a lane. The ticket's secret is an input to the first message's MAC key and to the stream's
+keys. Most tickets open one lane. A standing ticket opens any number of lanes until it expires; the
 lanes' keys differ, because each handshake has new key shares and a new encrypted secret.
 
 Each handshake also yields a *resumption ticket* for the next stream of the same lane. A client uses
-the resumption ticket of the last stream that the server has confirmed. A confirmation may be lost.
-Therefore, all tickets of a lane remain valid until the server has decrypted the client's first
+the resumption ticket of the last stream that the server has confirmed. Because a confirmation may
+be lost, up to 8 tickets of a lane remain valid until the server has decrypted the client's first
 record of one of the streams; then only the resumption ticket of that stream is valid.
 """
 
@@ -24,7 +24,7 @@ SECRET_BYTES = 32
 NAME_BYTES = 255  # maximum length of run or node, in UTF-8
 # How long an expired ticket is remembered, so that the refusal states the exact reason.
 _REMEMBERED_SECONDS = 3600.0
-# First messages remembered per ticket. Few suffice: making one takes the ticket's secret.
+# First messages remembered per ticket; few, as only the holder of its secret can create them.
 _REMEMBERED_HELLOS = 64
 _REMEMBERED_HELLOS_OF_STANDING = 2**14
 _TICKETS_OF_A_LANE = 8
@@ -44,7 +44,7 @@ class Identity:
             if not 1 <= len(value.encode()) <= NAME_BYTES:
                 raise ValueError(f"the {name} of a lane has 1 to {NAME_BYTES} bytes, not {value!r}")
         if not 0 <= self.round < 2**32:
-            raise ValueError(f"the round of a lane is from 0 to 2³² - 1, not {self.round}")
+            raise ValueError(f"the round of a lane must be from 0 to 2³² - 1, not {self.round}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Ticket:
     def __post_init__(self) -> None:
         if len(self.identifier) != IDENTIFIER_BYTES or len(self.secret) != SECRET_BYTES:
             raise ValueError(
-                f"a ticket has {IDENTIFIER_BYTES} bytes of identifier and {SECRET_BYTES} of secret"
+                f"a ticket has {IDENTIFIER_BYTES} identifier bytes and {SECRET_BYTES} secret bytes"
             )
 
 
@@ -119,8 +119,8 @@ class TicketBook:
     def accept(self, identifier: bytes, resumption: Ticket) -> bytes:
         """Record a finished handshake, and add the resumption ticket of its stream.
 
-        The presented ticket with this identifier remains valid. Return the identifier of the
-        stream's lane; a standing ticket creates a new lane.
+        The ticket with this identifier, which the client presented, remains valid. Return the
+        identifier of the stream's lane; a standing ticket creates a new lane.
 
         Raises:
             TicketError: The ticket is unknown, expired or used.

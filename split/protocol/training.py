@@ -56,7 +56,7 @@ class RoundLimits:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """A micro-batch after the client's head, and the counts that were sent with it."""
+    """The head's output for a micro-batch, and the counts that were sent with it."""
 
     step: int  # step of the round, counted from 0
     index: int  # index of the micro-batch in the step
@@ -119,7 +119,7 @@ class TrainingRound:
     """State machine that checks a client's frames. Don't call ``receive`` concurrently.
 
     Attributes:
-        plan: The client's plan; before it has joined, the largest plan that it may have.
+        plan: The client's plan; before the client has joined, the largest plan that is allowed.
         credits: Maximum number of the client's micro-batches in flight.
         answered: Number of micro-batches of the step whose output was sent; any thread may set it.
         returned: Number of micro-batches of the step whose gradient has arrived.
@@ -279,7 +279,7 @@ class TrainingRound:
         if index != self.returned:
             raise ProtocolError(f"received gradient {index}; expected {self.returned}")
         if gradient.shape != self._shapes[index]:
-            raise ProtocolError(f"a gradient's shape {tuple(gradient.shape)} is not its output's")
+            raise ProtocolError(f"a gradient has shape {tuple(gradient.shape)}, not its output's")
         check_size(gradient, "gradient")
         self.returned += 1
         return OutputGradient(frame.step, index, gradient)

@@ -312,7 +312,7 @@ REFUSED_TEXTS = {
     "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "in flight"),
     "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP frame is not allowed now"),
     "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
-    "nothing": (lambda m: send_texts(m, new_tokens=0), "a generation of 0 tokens"),
+    "nothing": (lambda m: send_texts(m, new_tokens=0), "received 0 new tokens"),
     "what was not agreed": (lambda m: send_texts(m, 1, 1, 1), "evaluate.generate"),
 }
 
