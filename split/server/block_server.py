@@ -27,7 +27,7 @@ from split.settings import SplitSettings
 # What an invitation permits (to train or to evaluate models), and its lifetime in seconds.
 Grant = tuple[RoundPlan | Models, float]
 
-# Time limit for lanes to end. A lane can only end after its current job.
+# Time limit for lanes to end. A lane can end only after its current job.
 _END_SECONDS = 600.0
 
 
@@ -105,9 +105,9 @@ class BlockServer(Endpoint):
         Args:
             examples: Number of training examples of each client that will be invited, keyed by
                 name. The number is the client's weight in averages.
-            seed: Seed of the round for everything that clients train together.
-            own: Adapters of the head and tail that the clients begin with; None for the initial
-                adapters. Averages within the round compare the clients' adapters with these.
+            seed: Seed of the round's dropout in the body; used by ``client-batch`` only.
+            own: Adapters of the head and tail that the clients begin with; None if nothing is
+                averaged within the round. Averaging compares the clients' adapters with these.
 
         """
         self._examples = dict(examples)
@@ -153,7 +153,7 @@ class BlockServer(Endpoint):
 
         Args:
             client: Name of the client.
-            round_number: Number of the last round before this evaluation; 0 before the first one.
+            round_number: Number of the last round before this evaluation; 0 before the first round.
             models: Body adapters by name of the model; None for a model without adapters.
             lifetime: Seconds for which the ticket is valid.
 
@@ -175,7 +175,7 @@ class BlockServer(Endpoint):
         )
 
     def finish_lanes(self, timeout_seconds: float = _END_SECONDS) -> list[Account]:
-        """End all lanes, invalidate all invitations; return the accounts since the last call."""
+        """End all lanes and invitations; return the lanes' accounts since the last call."""
         with self._changed:
             self._grants.clear()
             for session in self._open:
@@ -196,7 +196,7 @@ class BlockServer(Endpoint):
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the body adapters that the next round begins with.
 
-        If each client has its own adapters, average them by ``weights``, which must not be empty.
+        If each client has its own adapters, average them, weighted by ``weights`` (not empty).
         """
         return self._compute.call(lambda: self._schedule.end_round(weights))
 

@@ -67,7 +67,7 @@ class BodyAdapters:
     def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Activations:
         """Compute the body's blocks in training mode. ``seed`` is the seed of dropout.
 
-        ``grad`` is whether the client needs the gradient of ``hidden``, (rows, columns, hidden).
+        ``grad`` is whether to compute the gradient for ``hidden``, (rows, columns, hidden).
         """
         given = hidden.detach().requires_grad_(grad)
         self._body.use(self.name)
@@ -76,7 +76,7 @@ class BodyAdapters:
             return Activations(given, self._body(given, padding))
 
     def backward(self, activations: Activations, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add to the adapters' gradients; return the gradient of ``hidden`` if requested."""
+        """Add to the adapters' gradients; return the gradient for ``hidden`` if requested."""
         if activations.output.requires_grad:
             self._body.use(self.name)
             self._body.train(True)
@@ -94,7 +94,7 @@ class BodyAdapters:
 
     @torch.no_grad()
     def clip(self, others: float) -> tuple[float, float]:
-        """Clip the gradients to the maximum norm over all parties; the maximum 0 disables this.
+        """Clip gradients to the maximum norm over all parties; a maximum of 0 disables clipping.
 
         ``others`` is the squared norm of the gradients of the client's head and tail. Return the
         factor, and the norm over all parties before clipping.
@@ -156,7 +156,7 @@ class BodyAdapters:
 
 
 class SeparateTrainer:
-    """Trains a client with adapters that no other client uses at the same time.
+    """Trains body adapters with one client; no other client uses them at the same time.
 
     The methods are called from the thread of the lane, in the order of the client's frames. Answers
     are sent over the lane.
@@ -203,7 +203,7 @@ class SeparateTrainer:
 
         def take_step() -> None:
             factor, norm = self._adapters.clip(end.squared_norm)
-            # Answer before the optimizer takes its step, so that the client need not wait for that.
+            # Answer before the optimizer takes its step, so that the client need not wait for it.
             self._session.lane.send(Kind.STEP, end.step, fields={"factor": factor, "norm": norm})
             self._adapters.step(self._plan.first_step + end.step, self._plan.total_steps)
             self._session.account.steps += 1
@@ -215,7 +215,7 @@ class SeparateTrainer:
         return False
 
     def holds(self) -> bool:
-        """Return whether activations are in memory until the client sends their gradients."""
+        """Return whether activations in memory wait for gradients from the client."""
         return self._held > 0
 
     def leave(self) -> None:

@@ -57,12 +57,12 @@ class Job:
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:
-    """Return the next job to run, or None if all jobs wait for activation budget.
+    """Return the next job to run, or None if no job can run without more activation budget.
 
     Return the oldest job of the highest priority. To prevent starvation, return the oldest job of
     any priority once it has waited for 2 seconds. Jobs that take tokens from the budget never
-    overtake each other, even if only the newer one fits. All other jobs overtake jobs that wait for
-    activation budget.
+    overtake each other, even if only a newer job fits into the budget. All other jobs overtake
+    jobs that wait for activation budget.
 
     Args:
         waiting: Jobs in order of arrival.
@@ -155,7 +155,7 @@ class ComputeThread:
             except Exception as error:
                 _log.debug("a job failed", exc_info=error)
                 job.owner.failed(error)
-            del job  # free its tensors while waiting for the next job
+            del job  # free the job's tensors while waiting for the next job
 
     def _take(self) -> Job | None:
         with self._changed:

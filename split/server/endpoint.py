@@ -1,4 +1,4 @@
-"""The base class of block servers, which has keys, tickets, lanes and the compute thread."""
+"""The base class of block servers, with keys, tickets, lanes and the compute thread."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ _MAX_LANES = 256
 
 
 class Endpoint(ABC):
-    """Base class of servers that accept the lanes of invited clients until they are stopped.
+    """Base class of servers that accept lanes of invited clients until ``stop`` is called.
 
     Subclasses implement ``_serve``, and call ``_lanes.start`` when they are ready for lanes. Keys
     and tickets are in memory only.
@@ -74,7 +74,7 @@ class Endpoint(ABC):
 
 @contextmanager
 def lane_ended_by_errors(session: Session) -> Iterator[None]:
-    """End a session's lane if the ``with`` block raises, and record the error in its account."""
+    """If the ``with`` block raises an error, end the session's lane and record the error."""
     try:
         yield
     except RuntimeError as error:  # includes LaneError and ProtocolError

@@ -146,7 +146,7 @@ class EvaluationSession(Session):
                 self._key_values.repeat(extension.endings)
             return self._key_values.extend(extension.hidden)
 
-        # Use a high priority, because other generations may wait for the budget of this one.
+        # Use a high priority, because other generations may wait for this one's budget.
         self._put(Priority.BACKWARD, extension, extend)
 
     def _end_texts(self) -> None:

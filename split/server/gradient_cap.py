@@ -10,8 +10,8 @@ from split.server.share_cap import ShareCap
 class Addition:
     """Contribution of a client's micro-batch to the body's gradient.
 
-    The size is a sum over the micro-batch's tokens. Each term is the norm of the gradient of the
-    summed loss with respect to the body's output at this token.
+    ``size`` is the sum over the micro-batch's tokens of the norm of the gradient of the summed loss
+    with respect to the body's output at the token.
     """
 
     size: float
@@ -33,8 +33,8 @@ class GradientCap:
     number by which the sum is divided, so too many targets don't reduce other clients' shares. The
     values per step are extrapolated from each micro-batch.
 
-    The size is a sum of norms over tokens. It is an upper bound on the norm of the sum, even if the
-    gradients of many tokens have the same direction; the norm over all tokens is not.
+    The size is a sum of norms over tokens, because this is an upper bound on the norm of the sum of
+    the tokens' gradients, even if many of them have the same direction.
     """
 
     def __init__(self, multiple: float) -> None:

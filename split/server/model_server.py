@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 class ModelServer(Endpoint):
     """Server of the body that accepts lanes until it is stopped.
 
-    A client has one lane at a time. When it opens another lane, the older one is ended.
+    A client has one lane at a time: when the client opens another lane, the older lane is ended.
 
     Args:
         body: The frozen blocks.
@@ -64,7 +64,7 @@ class ModelServer(Endpoint):
         self._lanes.start()
 
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
-        """Invite a client to use models, any number of times.
+        """Invite a client to use models over any number of lanes.
 
         Args:
             client: Name of the client.

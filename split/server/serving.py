@@ -27,7 +27,7 @@ def serve(
     minimum: int = 1,
     max_cached_tokens: int = 0,
 ) -> BlockServer:
-    """Load the body and start a block server, a context manager that stops the server on exit.
+    """Load the body and return a running block server, which as a context manager stops on exit.
 
     Args:
         directory: Directory of the checkpoint.

@@ -103,7 +103,7 @@ class Session:
             self.give_up(f"{type(error).__name__}: {error}")
 
     def put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
-        """Queue a job that takes ``tokens`` from the activation budget; record its times."""
+        """Queue a job that takes ``tokens`` from the activation budget; record the job's times."""
         queued = time.perf_counter()
 
         def run() -> None:
@@ -178,7 +178,7 @@ class Session:
             seen = now
 
     def waits(self) -> bool:
-        """Return whether the client need not send a frame, because the server owes it an answer."""
+        """Return whether the client need not send a frame, because the server owes an answer."""
         with self._lock:
             return self._owed > 0
 

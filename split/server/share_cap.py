@@ -13,7 +13,7 @@ class ShareCap:
 
     The value is a root mean square (RMS). A client's current RMS is compared with the median of the
     RMS of every *other* client over the whole round so far. The median depends neither on a single
-    micro-batch nor on the client itself. For an even number of others, it is the larger of the two
+    micro-batch nor on the client itself. The median of an even number is the larger of the two
     middle values. With three or more clients, a single dishonest client can therefore neither
     exceed the multiple of an honest client's RMS, nor lower the cap of an honest client below the
     multiple of another honest client's RMS. With two clients, it is unknown which one is dishonest:
@@ -37,7 +37,7 @@ class ShareCap:
     ) -> dict[str, float]:
         """Return the factor that scales down each client's value; 1.0 within the cap.
 
-        ``squares`` are the current sums of squares by client, and ``counts`` the numbers of their
+        ``squares`` are the current sums of squares by client; ``counts`` are the numbers of their
         terms, which are greater than 0.
         """
         usual = {}

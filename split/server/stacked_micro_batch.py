@@ -1,4 +1,4 @@
-"""Micro-batches of several clients with the same index, stacked into one."""
+"""Micro-batches with the same index, one from each of several clients, stacked into one."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,14 +30,14 @@ class Member:
     # Micro-batches and gradients that have arrived but are not queued yet, by index.
     outputs: dict[int, HeadOutput] = field(default_factory=dict)
     gradients: dict[int, Gradient] = field(default_factory=dict)
-    # The current step.
+    # State of the current step.
     micro_batches: int | None = None  # number of micro-batches; None until the first has arrived
     received: int = 0  # number of micro-batches that have arrived
     answered: int = 0  # number of micro-batches whose output was sent
     returned: int = 0  # number of micro-batches whose gradient has arrived
     finished: int = 0  # number of micro-batches whose backward pass is done
     squared_norm: float | None = None  # of the head's and tail's gradients, after the step's end
-    awaited_since: float | None = None  # time since which others have waited for this one
+    awaited_since: float | None = None  # time since which others have waited for this client
 
     @property
     def client(self) -> str:
@@ -77,7 +77,7 @@ class StackedMicroBatch:
         self.parts = parts
         self.budget_tokens = _budget_tokens(parts)
         self.computed = False  # whether the forward pass is done
-        # Between the forward and the backward pass; None if all members left before them.
+        # Set between the forward and the backward pass, unless all members had already left.
         self.activations: Activations | None = None
 
     def hidden(self) -> tuple[torch.Tensor, Padding]:
@@ -99,7 +99,7 @@ class StackedMicroBatch:
         """Return the stacked gradients of the members' summed (not mean) losses.
 
         The gradients are scaled by the factors of the clients, and are 0 in the rows of members
-        without one. Shape, data type and device are those of ``like``, the output of the body.
+        without a gradient. The result has the shape, data type and device of the output, ``like``.
         """
         stacked = torch.zeros_like(like)
         for member, output, part in self.rows_of(stacked):
@@ -138,8 +138,8 @@ def stack(
 ) -> Iterator[StackedMicroBatch]:
     """Stack the micro-batches with the same index, in as many passes as the budget requires.
 
-    The budget counts the padded tokens of a pass, prefixes included; each micro-batch must fit into
-    it. A stack of a few long rows and many short rows would be mostly padding.
+    The budget counts the padded tokens of a pass, prefixes included, because a stack of a few long
+    rows and many short rows is mostly padding. Each micro-batch must fit into the budget.
     """
     number = 0
     chosen: dict[Member, HeadOutput] = {}

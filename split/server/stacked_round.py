@@ -2,7 +2,7 @@
 
 Micro-batch j of all members is padded, stacked and computed once, and each step of the members ends
 with one step of the body's optimizer. The body's gradient is Σ w_i·g_i, where w_i is the share of
-client i of all targets; the head and tail of each client get the gradient of that client only. If a
+client i of all targets; each client's head and tail receive the gradient of that client only. If a
 member leaves, the others continue: its finished micro-batches count, its unfinished micro-batches
 do not, and the shares w_i are computed from the micro-batches that count.
 
@@ -13,8 +13,8 @@ the other members (``ShareCap``). Values up to the cap are unchanged.
   A gradient above the cap is scaled down before the backward pass, which limits its share in the
   body's gradient. The gradient for the member's own head is not scaled. A gradient that arrives
   before any gradient of another member is compared as soon as there is one.
-- The reported norm of the gradients of the head and tail. In the norm over all parties, the cap
-  replaces a norm above it. In the norm for the member itself, the reported norm counts fully, which
+- The reported norm of the gradients of the head and tail. In the norm over all parties, a reported
+  norm above the cap counts as the cap. For the member itself, the reported norm counts fully, which
   scales down the gradients of the member's head and tail.
 """
 
@@ -259,7 +259,7 @@ class StackedRound:
                 return
             for member, part, rows in stacked.rows_of(result):
                 if member in gradients and member.plan.wants_gradient:
-                    # Undo the scaling, to get the gradient of the mean over the client's own step.
+                    # Undo the scaling, to get the gradient of the client's mean loss over the step.
                     scale = part.step_targets * factors[member.client]
                     tensors = {"gradient": rows / scale}
                     with suppress(LaneError):

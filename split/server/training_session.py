@@ -91,12 +91,12 @@ class TrainingSession(Session):
             self.receive()
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
-        """Send the hidden states of a micro-batch, and accept their gradient from now on."""
+        """Send the hidden states of a micro-batch, and accept the gradient for them from now on."""
         self._round.answered = index + 1
         super().answer(step, index, states)
 
     def waits(self) -> bool:
-        """Return whether the client need not send a frame, because the server owes it an answer."""
+        """Return whether the client need not send a frame, because the server owes an answer."""
         waiting = (self._trainer is not None and self._trainer.waits()) or super().waits()
         # The client must send any outstanding gradient, even if jobs are queued.
         return waiting and self._round.answered <= self._round.returned

@@ -35,7 +35,7 @@ class WaitBudget:
         self._seconds.pop(client, None)
 
     def note(self, awaited: Iterable[str]) -> None:
-        """Set the clients that others now wait for; end a lane if the total is too long."""
+        """Set the clients that others now wait for; end a lane if the total reaches the limit."""
         now = time.monotonic()
         for client in self._awaited:
             self._seconds[client] += (now - self._since) / len(self._awaited)

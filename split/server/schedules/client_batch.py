@@ -44,7 +44,7 @@ class ClientBatch(SharedAdapters):
         self._round: StackedRound
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Prepare for the clients in ``weights``, which may join."""
+        """Prepare a round that the clients in ``weights`` may join."""
         super().begin_round(weights, keep_optimizers, seed)
         with self._changed:
             self._barrier.begin(weights)
@@ -53,7 +53,7 @@ class ClientBatch(SharedAdapters):
             )
 
     def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
-        """Add a client, and wait until all clients have joined.
+        """Add a client, and wait until all clients have joined or the join timeout has expired.
 
         Raises:
             LaneError: The client's lane has ended.

@@ -35,7 +35,7 @@ class Hierarchical:
         state: Initial adapters of the body.
         client_adapters: Adapters of the head and tail, whose names and shapes clients must keep.
         split: Averaging period, and time limit for clients to wait for each other.
-        minimum: Minimum number of clients in a round with averages.
+        minimum: Minimum number of clients in a round that contains averages.
 
     """
 
@@ -60,7 +60,7 @@ class Hierarchical:
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
-        self._averages: dict[str, State] = {}  # by client, until the client has its average
+        self._averages: dict[str, State] = {}  # by client, until the client has received it
         self._keeps_optimizers = False
         self._before: dict[str, OptimizerState] = {}  # by client, at the start of its round
         self._due: dict[str, int] = {}  # by client, the step after which its next average is due
@@ -69,7 +69,7 @@ class Hierarchical:
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Load the average at the end of the last round into the adapters of every client."""
+        """Load the global body adapters into the adapters of every client in ``weights``."""
         with self._changed:
             self._weights = dict(weights)
             self._keeps_optimizers = keep_optimizers
@@ -88,7 +88,7 @@ class Hierarchical:
         self._common = dict(own)
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
-        """Add a client. If adapters are averaged within the round, wait until all have joined.
+        """Add a client. If adapters are averaged within the round, wait for all clients to join.
 
         Raises:
             LaneError: The client's lane has ended.
@@ -121,7 +121,7 @@ class Hierarchical:
     def leave(self, client: str, finished: bool) -> None:
         """Remove a client, and exclude it from averages that are not yet computed.
 
-        If the client has not finished, restore its optimizer here, as the client does at its end.
+        If the client has not finished, restore its optimizer's state from before the round if kept.
         """
         before = self._before.pop(client, None)
         if before is not None and not finished:
@@ -137,11 +137,11 @@ class Hierarchical:
     def average(self, session: Session, step: int, own: State) -> State:
         """Average the adapters of all parties over the clients with more than ``step`` steps.
 
-        Body adapters are averaged in place; the average of ``own``, the head and tail adapters of
-        the clients, is returned.
+        Body adapters are averaged in place. Return the average of ``own``, the adapters of the
+        head and tail, over the same clients.
 
         Raises:
-            RuntimeError: This client has no average after this step.
+            RuntimeError: No average is due for this client after this step.
             ProtocolError: The adapters have unexpected names, types or shapes, or are not finite.
             LaneError: The client's lane has ended.
 
@@ -224,7 +224,7 @@ class Hierarchical:
         return expected - self._gathered[step].keys()
 
     def _note_waiting(self) -> None:
-        """Update the wait budget with the clients whose adapters pending averages lack."""
+        """Update the wait budget with the clients whose adapters a pending average still needs."""
         waiting = (step for step, handed_in in self._gathered.items() if handed_in)
         self._waits.note(set().union(*(self._missing_at(step) for step in waiting)))
 

@@ -19,7 +19,7 @@ class SharedAdapters:
         self._adapters = adapters
 
     def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Begin a round, and replace the optimizer unless it is kept."""
+        """Begin a round, with a new optimizer unless ``keep_optimizers`` is true."""
         if not keep_optimizers:
             self._adapters.load_optimizer({})
 
