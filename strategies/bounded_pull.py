@@ -37,7 +37,7 @@ class LargeReplyError(ValueError):
 
 
 def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
-    """Return the reply to the message with this id if there is one.
+    """Return the reply to the message with this id if the reply has arrived.
 
     Raise ``LargeReplyError``, without fetching the complete reply, if it exceeds ``max_bytes``.
     """

@@ -20,10 +20,10 @@ def collect(
     reference: ArrayRecord | None,
     minimum: float,
 ) -> None:
-    """Check replies as they arrive; release an invalid reply immediately.
+    """Check replies as they arrive; release each reply's memory before the next one is pulled.
 
     ``collected`` receives the valid replies, and the reasons for leaving out other clients.
-    ``reference`` has the required names and shapes of the arrays; None for replies without arrays.
+    ``reference`` contains the required names and shapes of arrays; None for replies without arrays.
     ``minimum`` is the smallest allowed value in the arrays.
     """
     for reply in replies:
@@ -44,7 +44,7 @@ def collect(
 
 
 def require_enough(phase: str, collected: Replies, minimum: int) -> None:
-    """Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes``."""
+    """Raise ``TooFewClientsError`` if there are fewer than ``minimum`` valid replies."""
     valid = len(collected.metrics)
     if valid < minimum:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in collected.left_out.items())

@@ -53,12 +53,12 @@ def exchange(
     sending doesn't delay the others.
 
     Args:
-        grid: Connects to the SuperNodes.
+        grid: Connection to the SuperNodes.
         messages: At most one message per client.
         timeout: Seconds that each client has to reply.
-        signer: Signs the messages; replies must then be authenticated. None: neither is done.
+        signer: Signs the messages, whose replies must then be authenticated; None to sign nothing.
         array_bytes: Expected size of the arrays in a reply, in bytes.
-        on_poll: Called each time all clients have been polled.
+        on_poll: Function that is called each time all clients have been polled.
         patience_seconds: Time to wait for a reply before polling the other clients.
 
     """
@@ -97,9 +97,9 @@ def _push_all(
 ) -> Iterator[tuple[str | None, _Request]]:
     """Push messages; yield each message's id (None if it could not be pushed) and its request.
 
-    Each message is pushed to a SuperLink in a separate request: if one message of a request is
-    refused, the SuperLink has stored the other messages without their content, and the recipients
-    would wait for the content.
+    Each message is pushed to a SuperLink in a separate request: if one message of a request were
+    refused, the SuperLink would already have stored the other messages without their content, and
+    the recipients would wait for the content.
     """
     shared = EncryptedArrays()
     groups = [[each] for each in messages] if isinstance(grid, HttpGrid) else [messages]
@@ -151,7 +151,7 @@ def _begin_pull(
 
 
 def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
-    """Return the reply to a request if there is one."""
+    """Return a request's reply in a list, which is empty if there is no reply."""
     try:
         replies = (
             pull(grid, identifier, request.max_bytes)
@@ -212,6 +212,6 @@ def turns(grid: Grid, clients: int) -> int:
 
     A simulation may have fewer actors than clients. Messages then wait in Flower's queue, and a
     client's time limit begins when its message is taken from the queue. Flower doesn't expose the
-    number of actors, so this assumes one. In a deployment each client has its own machine.
+    number of actors, so one actor is assumed. In a deployment each client has its own machine.
     """
     return max(1, clients) if isinstance(grid, InMemoryGrid) else 1

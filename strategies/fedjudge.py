@@ -1,4 +1,4 @@
-"""FedJudge: federated LoRA with weighted averaging, and with a continual-learning penalty.
+"""FedJudge: federated LoRA with weighted averaging, with or without a continual-learning penalty.
 
 FedProx (Li et al., 2020) differs from FedJudge-Base only in the clients' loss.
 """
@@ -19,16 +19,16 @@ from strategies.scaling import record_scaled
 
 
 class FedJudgeBase(Rounds):
-    """FedJudge-Base: clients train LoRA on Eq. 1, and the server averages by data size (Eq. 2)."""
+    """FedJudge-Base: clients minimise Eq. 1 with LoRA; the server averages by data size (Eq. 2)."""
 
 
 class FedJudgeCL(FedJudgeBase):
-    """FedJudge-CL: from round 2 on, each client adds λ·(s + s²) to the loss (Eq. 3 and 4)."""
+    """FedJudge-CL: from round 2 on, clients penalise changes of important weights (Eq. 3 and 4)."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create a train message for every connected client, with J if the server averages it.
+        """Create a train message for every connected client, with the averaged importance J if any.
 
         Raise ``RefusedError`` if all clients withhold J, which the next round needs.
         """
@@ -55,7 +55,7 @@ class FedJudgeCL(FedJudgeBase):
         return replace(super()._evaluation(server_round), importance=wanted)
 
     def _use_importance(self, replies: Replies) -> None:
-        """Average J over the clients by data size, with outliers capped by ``ImportanceCap``."""
+        """Average J over the clients, weighted by data size and capped by ``ImportanceCap``."""
         server_round = self.progress.finished_rounds
         if not self._evaluation(server_round).importance:
             return

@@ -1,4 +1,4 @@
-"""FL-GLM: clients hold the first and last blocks, and the server trains the middle blocks."""
+"""FL-GLM: clients train the first and last blocks; the server trains the middle blocks."""
 
 import ipaddress
 import time
@@ -35,7 +35,7 @@ from strategies.scaling import record_scaled
 class FLGLM(Rounds):
     """FL-GLM with serial, client-batch or hierarchical training (section 3.3).
 
-    Once per round, Flower messages carry the adapters of heads and tails, and invitations to
+    Once per round, Flower messages contain the adapters of heads and tails, and invitations to
     lanes. The adapters of the middle blocks remain at the server.
     """
 
@@ -50,7 +50,7 @@ class FLGLM(Rounds):
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._partition, ("head", "tail"))
-        # Tensors that the server doesn't have get empty digests: clients' digests must then agree.
+        # Tensors that the server lacks have empty digests: clients' digests must then agree.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(
@@ -230,7 +230,7 @@ class FLGLM(Rounds):
         return bodies
 
     def _personalised_body(self, client: str) -> tuple[int, State | None] | None:
-        """Return the round of a client's personalised adapter, and the adapter's body, or None."""
+        """Return the round and the body's part of a client's personalised adapter, or None."""
         if client not in self._bodies and (kept := self._journal.personalised(client)):
             number, state = kept
             self._bodies[client] = (number, take_apart(state, self._partition)["body"])

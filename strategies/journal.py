@@ -47,7 +47,7 @@ class Journal(Protocol):
         ...
 
     def personalised(self, client: str) -> tuple[int, State] | None:
-        """Return the adapter last saved for a client, with the adapter's round, or None."""
+        """Return the round and the weights of the adapter last saved for a client, or None."""
         ...
 
     def checkpoint(self, progress: Progress, state: State) -> None:

@@ -35,7 +35,7 @@ def require_finite(
     """Raise ``NotFiniteError`` if most clients report a global adapter as unusable.
 
     The adapter's checkpoint is then deleted if an earlier one exists. A majority of the clients
-    ``asked`` is required, so that one client alone can't reject an adapter. Valid replies of a
+    ``asked`` is required, so that a minority can't reject an adapter. Valid replies of a
     client that withholds metrics never report an unusable adapter.
     """
     if 2 * len(collected.not_finite) <= len(asked):

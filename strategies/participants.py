@@ -38,7 +38,7 @@ class TooFewClientsError(RuntimeError):
 
 
 class RefusedError(RuntimeError):
-    """Clients can't take part; the message names each client, the reason, and what to do."""
+    """The run can't start or continue; the message states the reasons and what to do."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Participants:
     def register_newcomers(self, grid: Grid, finished_rounds: int) -> dict[str, str]:
         """Register SuperNodes that connected later; a failing SuperNode doesn't affect the others.
 
-        A reconnected SuperNode is queried again: a node key preserves its id, but its data or name
-        may have changed. If it doesn't answer or can't take part, its registration is kept. Refused
+        A SuperNode that reconnected with the same id is queried again, because its data or name may
+        have changed; if it doesn't answer or can't take part, its registration is kept. Refused
         SuperNodes are queried again after a registered one, which may have used the same name, has
         disconnected. A SuperNode that doesn't answer, perhaps because it is preparing a large
         model, is queried again in the next rounds, at most three times in all.
@@ -164,7 +164,7 @@ class Participants:
 
     @property
     def asked(self) -> dict[str, int]:
-        """Data sizes of the recipients of the last messages by name, sorted by name."""
+        """Data sizes of the recipients of the last messages, keyed and sorted by name."""
         return {p.name: p.examples for p in self._asked.values()}
 
     @property
@@ -177,7 +177,7 @@ class Participants:
         return self._registered[message.metadata.dst_node_id]
 
     def sender_of(self, reply: Message) -> Participant | None:
-        """Return the sender of a reply; None if it is not a recipient of the last messages."""
+        """Return the sender of a reply; None if the sender did not receive the last messages."""
         return self._asked.get(reply.metadata.src_node_id)
 
     def address(
@@ -188,7 +188,7 @@ class Participants:
         Messages are sorted by name or, if a seed is given, shuffled.
 
         The recipients are recorded immediately. Each message is created when the iterator reaches
-        it, because its time to live begins then. Records may be added to single messages.
+        it, because its time to live begins then. Records may be added to each message separately.
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
         self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
@@ -282,7 +282,7 @@ def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str | None]:
 
 
 def _described(name: str, others: Collection[str]) -> str:
-    """Return a description of a refused SuperNode that doesn't contain its id."""
+    """Describe a refused SuperNode without its id."""
     called = printable(name, 64) if name else "a SuperNode without a name"
     same = sum(other == called or other.startswith(f"{called} (") for other in others)
     return f"{called} ({same + 1})" if same else called

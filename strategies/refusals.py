@@ -112,8 +112,8 @@ def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str])
     """Return the majority digests of the tensors whose digest in ``fingerprint`` is empty.
 
     The coordinator doesn't have these tensors. ``configs`` are the config records of the replies to
-    query messages. Without a majority, a tensor gets a digest that matches no client, so the
-    difference must be resolved before training.
+    query messages. Without a majority, a tensor's digest is one that no client can match, so
+    the difference must be resolved before training.
     """
     reported = [
         dict(zip(config["tensors"], config["digests"], strict=True))
@@ -157,7 +157,7 @@ def _are_lists_of_texts(one: Any, other: Any) -> bool:
 def _identity_problem(reply: Message, name: str, base: str) -> str | None:
     config = config_of(reply)
     if config.get("name") != name:
-        return f"its name is now {config.get('name')!r}"
+        return f"its name is now {config.get('name')!r}, but was {name!r} when it joined"
     if config.get("base") != base:
         return "it used a different base model (the fingerprints differ)"
     # Flower averages every record of a reply, so records that are not checked here are refused.

@@ -18,7 +18,7 @@ from finetuning.files import filling
 
 
 class Replies:
-    """Context manager for valid replies; their arrays are files that are deleted on exit.
+    """Context manager for valid replies, whose arrays are stored in files until exit.
 
     A folder of such files that a killed run left behind is deleted on entry.
     """
@@ -66,7 +66,7 @@ class Replies:
         return dict(load_file(self.file(name)))
 
     def tensors(self) -> Iterator[tuple[str, State]]:
-        """Yield one array at a time: its name, and its values at all clients."""
+        """Yield each array in turn: its name, and its values at all clients."""
         with ExitStack() as opened:
             files = {
                 name: opened.enter_context(safe_open(self.file(name), framework="pt"))

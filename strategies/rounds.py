@@ -59,7 +59,7 @@ class Rounds(Strategy):
         self._status = LiveStatus(journal, config.rounds)
 
     def summary(self) -> None:
-        """Do nothing: the run's folder contains the configuration."""
+        """Do nothing, because the run's folder contains the configuration."""
 
     @staticmethod
     def locate_base_model(config: RunConfig) -> Path:
@@ -79,7 +79,7 @@ class Rounds(Strategy):
         """Run the remaining rounds.
 
         ``initial_arrays`` is the global adapter after ``progress.finished_rounds``; ``num_rounds``
-        includes the finished ones. ``train_config``, ``evaluate_config`` and ``evaluate_fn`` are
+        includes the finished rounds. ``train_config``, ``evaluate_config`` and ``evaluate_fn`` are
         not used: the run config determines all messages, and the server has no data.
 
         Raises:
@@ -236,7 +236,7 @@ class Rounds(Strategy):
 
         """
         expected = self._reference if self._evaluation(server_round).importance else None
-        # A negative J would push weights away from the global ones.
+        # A negative J would push weights away from the global weights.
         with self._collected(replies, expected, minimum=0.0) as collected:
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
@@ -269,7 +269,7 @@ class Rounds(Strategy):
         )
 
     def _evaluation(self, server_round: int) -> Instruction:
-        """Return the evaluation to perform after a round."""
+        """Return the instruction for the evaluation after a round."""
         # With ``rounds = 0`` there are no trained weights to save.
         final = server_round == self.config.rounds > 0
         return replace(
@@ -317,7 +317,7 @@ class Rounds(Strategy):
         return counted_sizes(sizes, self.config.max_share)
 
     def _average(self, weights: Mapping[str, int]) -> None:
-        """Average the adapters held by the server; the default does nothing."""
+        """Average the adapters that are at the server; the default does nothing."""
 
     def _use_importance(self, replies: Replies) -> None:
         """Process the importance J from evaluate replies; only FedJudge-CL requests it."""

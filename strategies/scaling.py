@@ -10,7 +10,7 @@ from finetuning.adapters.robust_aggregation import MAX_DISTANCE
 from strategies.journal import Journal
 
 What = Literal["update", "update at the server", "data size", "importance"]
-_FAR = f"is more than {MAX_DISTANCE:g} times the median of the other clients"
+_FAR = f"is more than {MAX_DISTANCE:g} times as large as the other clients' median"
 _REASONS: dict[What, str] = {
     "update": _FAR,
     "update at the server": _FAR,
@@ -22,7 +22,7 @@ _REASONS: dict[What, str] = {
 def record_scaled(
     journal: Journal, server_round: int, what: What, factors: Mapping[str, float]
 ) -> None:
-    """Log and record the clients with a factor below 1: they were scaled down in an average."""
+    """Log and record each client with a factor below 1, which scaled it down in an average."""
     for name, factor in factors.items():
         if factor < 1:
             log(
