@@ -27,7 +27,7 @@ from chambers.status import Status
 from chambers.train import Train
 from finetuning.errors import UserError
 
-# Otherwise Typer escapes "[required]" for rich, which is not used to format the help.
+# By default, Typer escapes "[required]" for rich, which is not used here to format the help.
 typer.core.HAS_RICH = False
 
 
@@ -35,7 +35,7 @@ _NAMES: dict[type, str] = {}  # the words that run each command
 
 
 def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:
-    """Return a group of commands, keyed by name; ``words`` are the words that run the group."""
+    """Return a command group, invoked as ``words``; ``commands`` are keyed by name."""
     group = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
@@ -76,7 +76,7 @@ app.add_typer(
 app.add_typer(
     _group("chambers sheet", {"make": Make, "read": Read}),
     name="sheet",
-    help="Have people score answers of several models without knowing which model gave which.",
+    help="Have people score answers without knowing which model has written which answer.",
     short_help="Run a blinded human evaluation.",
 )
 
@@ -88,7 +88,8 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="chambers COMMAND --help lists its options. docs/deployment.md describes deployments.",
+    epilog="chambers COMMAND --help lists a command's options. docs/deployment.md describes "
+    "deployments.",
 )
 def _chambers(
     version: Annotated[
@@ -100,14 +101,14 @@ def _chambers(
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Parse arguments to a command that can be called, or raise ``click.UsageError``."""
+    """Parse arguments into a callable command; raise ``click.UsageError`` if they are invalid."""
     with typer.main.get_command(app).make_context("chambers", list(arguments)) as context:
         command: Callable[[], int] = context.command.invoke(context)
     return command
 
 
 def _reason(error: UserError | OSError | RuntimeError) -> str:
-    """Return the message of an error for users; re-raise an error that is a bug."""
+    """Return the text of an error for users; re-raise an unexpected ``RuntimeError``."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
@@ -118,11 +119,11 @@ def _reason(error: UserError | OSError | RuntimeError) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command with the arguments, by default those of ``sys.argv``.
+    """Run the command that the arguments specify; by default, use those in ``sys.argv``.
 
     Returns:
-        The exit status: 0 on success, 1 if a run failed, 2 if the command was refused or a file
-        can't be read or written, 130 if it was interrupted.
+        The exit status: 0 on success, 1 if a run or a check failed or standard output was closed,
+        2 if the command was refused or a file can't be accessed, 130 after an interruption.
 
     """
     name = "chambers"

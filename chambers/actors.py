@@ -41,13 +41,14 @@ def this_machine() -> Machine:
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors in a simulation.
 
-    Unless all clients must train concurrently, they take turns on the actors: one per GPU or,
-    without GPUs, one per core, if memory allows. Without GPUs and fl-glm, each client has its own
-    actor if there are fewer than two clients per core; else cores would idle in the last turn.
+    If all clients must train concurrently, each has its own actor. Otherwise, clients take turns on
+    one actor per GPU or, on a machine without GPUs, per core, if memory and cores suffice.
+    Without GPUs, each client of a strategy other than fl-glm has its own actor if there are fewer
+    than two clients per core, because otherwise some cores would be idle in the last turn.
 
     Raises:
-        UserError: All clients must train concurrently, but this machine can't simulate so many; or
-            the model can't be downloaded.
+        UserError: This machine can't simulate all clients concurrently, as the schedule requires,
+            or the model can't be downloaded.
 
     """
     weights = _weight_bytes(config)
@@ -74,7 +75,7 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
 def gpus_of_each(actors: int, gpus: int) -> float:
     """Return the number of GPUs per actor: one, or a fraction if there are more actors than GPUs.
 
-    Ray can't give an actor fractions of two GPUs. The smallest fraction that Ray allows is 0.0001.
+    Ray can't assign parts of two GPUs to one actor. Ray's smallest unit is 0.0001 GPU.
     """
     if not gpus:
         return 0.0
@@ -82,7 +83,7 @@ def gpus_of_each(actors: int, gpus: int) -> float:
 
 
 def _all_at_once(config: RunConfig) -> bool:
-    """Return whether clients wait for each other, and so must train concurrently."""
+    """Return whether clients wait for each other within a round, so that all must train at once."""
     split = config.split
     averages = split.schedule == "hierarchical" and split.average_every > 0
     return config.strategy == "fl-glm" and (split.schedule == "client-batch" or averages)

@@ -16,7 +16,7 @@ _PRESETS = _ROOT / "presets"
 def app_files() -> dict[str, Path]:
     """Return the app's files, keyed by their paths in a release.
 
-    A checkout and a package installed from it give the same release.
+    A checkout and a package installed from that checkout yield the same release.
     """
     files = {name: _ROOT / name for name in ("pyproject.toml", "LICENSE")}
     for package in _APP:

@@ -17,17 +17,17 @@ class Convert:
       chambers convert ~/downloads/chatglm3-6b ~/models/chatglm3-6b
 
     SOURCE is a checkpoint's folder or its id on the Hugging Face Hub. Baichuan-7B and Baichuan2-7B
-    become Llama models; ChatGLM2-6B and ChatGLM3-6B become GLM models. TARGET is a new folder, for
-    model.name. It gets the same tensors in safetensors format, a fast tokenizer, the chat template,
-    and a README.md with the digests of the original's files. No code of the original is run.
-    docs/models.md says how to get the models, and which can't be converted.
+    become Llama models; ChatGLM2-6B and ChatGLM3-6B become GLM models. TARGET is a new folder, to
+    which the command writes the tensors in safetensors format, a fast tokenizer, the chat template,
+    and a README.md with the digests of the original's files. To use the converted model, set
+    model.name to TARGET. No code of the original is run. docs/models.md lists the supported models.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     source: Annotated[str, argument("SOURCE")]
     target: Annotated[Path, argument("TARGET")]
     chatglm_version: Annotated[
         Literal["2", "3"] | None,
-        option("Version of ChatGLM; needed if neither config.json nor the folder's name tells it."),
+        option("Version of ChatGLM; needed if config.json and the folder's name don't say."),
     ] = None
 
     def __call__(self) -> int:
@@ -56,7 +56,7 @@ class Convert:
 
 
 def _fetch(name: str) -> Path:
-    """Download a checkpoint; its weights in PyTorch's format only if it has no safetensors."""
+    """Download a checkpoint, with PyTorch's weight files only if it has no safetensors files."""
     from finetuning.model.base_model import BaseModelError, fetch
 
     common = ("*.json", "tokenizer.model", "LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")

@@ -17,7 +17,8 @@ ACCESS_LOG = Path("proxy") / "access.log"
 _PERIOD_SECONDS = 3600.0
 # Number of bytes to read from the end of the log, about 45,000 requests.
 _MAX_BYTES = 4 * 2**20
-# An accepted request, in the format set in nginx.conf; unregistered senders get other statuses.
+# Log line of an accepted request, in the format set in nginx.conf. Requests of unregistered
+# senders have a status other than 200.
 _LINE = re.compile(
     rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
     rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'
@@ -37,7 +38,7 @@ def free_gib(folder: Path) -> float:
 def top_sender(log: Path) -> str:
     """Describe which address sent the most data to the SuperLink in the last hour.
 
-    Only the end of a long log is read, so the period may be shorter.
+    Only the end of a long log is read, so the period may be shorter than an hour.
     """
     now = time.time()
     sent, first = Counter[str](), now

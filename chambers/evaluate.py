@@ -99,8 +99,8 @@ class Evaluate(BaseModelOptions):
     bertscore_layer: Annotated[
         int | None,
         option(
-            "Layer of the encoder; default: the one that bert-score recommends for the encoder, "
-            "else the last.",
+            "Layer of the encoder; default: the one that bert-score recommends for this encoder, "
+            "or else the last layer.",
             "N",
         ),
     ] = None
@@ -115,7 +115,7 @@ class Evaluate(BaseModelOptions):
         from chambers.models import find
         from chambers.task_scores import measure, render
 
-        # Copies of rows must be deleted on SIGTERM and SIGHUP too, as on Ctrl-C.
+        # On SIGTERM and SIGHUP, copies of rows must be deleted, as they are after Ctrl-C.
         interrupt_at_end()
         with self._harness() as harness:
             sources: dict[str, Source] = {}
@@ -137,7 +137,7 @@ class Evaluate(BaseModelOptions):
             except EncoderError as error:
                 raise CommandError(f"--bertscore: {error}") from error
             finally:
-                # Keep the scores computed so far, even after an interruption.
+                # Show and write the scores computed so far, even after an interruption.
                 if scores:
                     render(scores)
                 if scores and self.output:
@@ -255,7 +255,7 @@ class Evaluate(BaseModelOptions):
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:
-    """Return a base model's name, with the precision if the model is scored in another, too."""
+    """Return a base model's name, with its precision if a different one is scored too."""
     other = sources.get(settings.name)
     if other is None or other.settings == settings:
         return settings.name

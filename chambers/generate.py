@@ -17,7 +17,7 @@ from finetuning.files import filling
 if TYPE_CHECKING:
     from chambers.models import Source
 
-# The prompts of so many batches are sorted by length together, and their texts written together.
+# Number of batches whose prompts are sorted by length together, and whose texts are then written.
 _BATCHES_AT_ONCE = 8
 
 
@@ -132,7 +132,7 @@ class Generate(AdapterOptions):
     def _texts(
         self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source"
     ) -> Iterator[str]:
-        """Generate in batches of similar length; yield the texts in the order of the prompts."""
+        """Generate in batches of prompts of similar length; yield texts in the prompts' order."""
         from finetuning.evaluation.generation import generate_texts, sampling
         from finetuning.progress import progress_bar
         from finetuning.randomness import derive_seed, set_seed

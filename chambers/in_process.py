@@ -1,7 +1,7 @@
-"""Clients in this process: messages go to the ClientApp directly, without a SuperLink.
+"""Runs in this process: messages are passed to the ClientApp directly, without a SuperLink.
 
-The ServerApp and the ClientApp do the same as in a simulation, which takes longer to start than a
-small model takes to train.
+The ServerApp and the ClientApp work as in a simulation, but there is no simulation to start, which
+takes longer than training a small model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ from server_app.main import app as server_app
 class InProcessGrid(Grid):
     """Passes each message directly to the ClientApp, one SuperNode after another.
 
-    ``nodes`` has the SuperNodes' node configs, keyed by node id.
+    ``nodes`` contains the SuperNodes' node configs, keyed by node id.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class InProcessGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """Raise: there is no run outside this process."""
+        """Raise ``NotImplementedError``: no SuperLink stores the run."""
         raise NotImplementedError
 
     def create_message(self, *_: Any, **__: Any) -> Message:
-        """Raise: messages are made by their constructor."""
+        """Raise ``NotImplementedError``: messages are created with ``Message``."""
         raise NotImplementedError
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return all SuperNodes: they are always connected."""
+        """Return the ids of all SuperNodes, which are always connected."""
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -60,13 +60,13 @@ class InProcessGrid(Grid):
         return [message.metadata.message_id for message in sent]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return available answers to the messages, each only once."""
+        """Return the available replies to the messages; return each reply only once."""
         return [self._replies.pop(each) for each in message_ids if each in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Return the answer to every message."""
+        """Pass the messages to their clients, and return all replies."""
         return [self._answer(message) for message in messages]
 
     def _ask(self, messages: Iterable[Message]) -> None:
@@ -83,8 +83,8 @@ class ConcurrentGrid(InProcessGrid):
     """Passes train messages to all SuperNodes at the same time, each in a thread.
 
     With ``split.schedule = "client-batch"``, clients wait for each other within every step. Each
-    client has its own model. Other messages are passed one after another: the evaluation before
-    round 1 loads models, and libraries replace functions of the whole process while loading.
+    client has its own model. Messages of other types are passed one after another, because the
+    evaluation before round 1 loads models, during which libraries patch global functions.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ConcurrentGrid(InProcessGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Return the answer to every message."""
+        """Pass the messages to their clients, and return all replies."""
         sent = list(messages)
         if any(message.metadata.message_type != MessageType.TRAIN for message in sent):
             return super().send_and_receive(sent)
@@ -109,7 +109,7 @@ class ConcurrentGrid(InProcessGrid):
 
 
 def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
-    """Carry out a whole run like a simulation; raise the ServerApp's error if the run fails."""
+    """Execute a complete run as in a simulation; raise the ServerApp's error if the run fails."""
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
     together = values.get("split.schedule") in {"client-batch", "hierarchical"}
     grid = (ConcurrentGrid if together else InProcessGrid)(values, nodes)

@@ -41,11 +41,11 @@ class LaneModel:
     If the consumer of the texts is slow, the server may close the idle lane before the next batch.
     The model then opens a new lane and repeats the batch.
 
-    The client's parts have their adapters attached; ``adapters`` has the weights of these adapters,
+    The client's parts have their adapters attached; ``adapters`` contains their weights,
     and ``chosen`` is the model's name at the server.
 
     Raises:
-        CommandError: No server answers at the address.
+        CommandError: No server answers at the invitation's address.
         LaneError: The server refuses the client.
 
     """
@@ -94,15 +94,15 @@ class LaneModel:
         return self._attempt(lambda: self._model.log_probabilities(batch))
 
     def end(self) -> None:
-        """End the evaluation; raise ``LaneError`` if the server doesn't confirm that in time."""
+        """End the evaluation; raise ``LaneError`` if the server doesn't confirm the end in time."""
         self._model.end(until=time.monotonic() + _PATIENCE_SECONDS)
 
     def close(self) -> None:
-        """Close the lane; this is allowed after an error."""
+        """Close the lane, which is allowed even after an error."""
         self._connection.close()
 
     def _attempt(self, compute: Callable[[], Result]) -> Result:
-        """Compute a batch; if the server closed the lane, open a new one and retry once."""
+        """Compute a batch; if the server has closed the lane, open a new lane and retry once."""
         try:
             return compute()
         except LaneClosedError as error:
@@ -131,7 +131,7 @@ class LaneModel:
 
 
 def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
-    """Convert an error of a lane to an explanation for the owner of the invitation."""
+    """Explain an error of a lane to the user who holds the invitation."""
     refusal = error.refusal if isinstance(error, HandshakeError) else None
     expired = isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC)
     new = "ask the coordinator for a new one"

@@ -33,7 +33,7 @@ class Source:
     """A model whose weights have not been loaded yet."""
 
     settings: ModelSettings
-    directory: Path  # of the base model, or of the client's part of it
+    directory: Path  # contains the base model, or the client's parts
     adapter: SavedAdapter | None = None  # None for the base model alone
     invitation: StandingInvitation | None = None  # to a block server; None for a whole model
     chosen: str = "base"  # name of the model at the server
@@ -61,9 +61,9 @@ class Source:
 
 
 def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
-    """Find the model named by the options; raise ``UserError`` if its parts don't fit.
+    """Find the model named by the options; raise ``UserError`` if its parts don't match.
 
-    With an invitation to a block server, only the head and tail are on this machine.
+    With an invitation to a block server, only the head and tail need to be on this machine.
     """
     adapter = read_adapter(options.adapter) if options.adapter else None
     if invitation_file:
@@ -79,13 +79,13 @@ def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
 def check_length(
     source: Source, longest: tuple[int, str], new_tokens: int, batch_tokens: int = _NO_LIMIT
 ) -> None:
-    """Check the longest prompt, given as its number of tokens and its origin, before loading.
+    """Check the length of the longest prompt before the model is loaded.
 
-    Up to ``new_tokens`` tokens are generated after it.
+    ``longest`` is the prompt's number of tokens and its origin; at most ``new_tokens`` are added.
 
     Raises:
-        BaseModelError: The prompt exceeds the positions of the base model.
-        CommandError: The prompt exceeds ``--batch-tokens`` or the block server's limits.
+        BaseModelError: Prefix, prompt and new tokens exceed the positions of the base model.
+        CommandError: They exceed ``--batch-tokens`` or the block server's limits.
 
     """
     tokens, origin = longest

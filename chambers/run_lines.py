@@ -10,7 +10,7 @@ from split.protocol.errors import printable
 
 # Maximum number of clients to list; for more clients, show mean losses.
 _MAX_NAMED = 4
-_MAX_CHARACTERS = 200  # maximum length of a reason for leaving out a client
+_MAX_CHARACTERS = 200  # maximum length of a left-out client's name and reason
 
 Losses = Mapping[str, Sequence[float]]  # losses of one or more models, keyed by client
 
@@ -31,7 +31,7 @@ def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[st
             yield f"{name}: not registered: {_reasons(event)}"
         if event["event"] == "round":
             trained = [e for e in own if e["event"] == "train"]
-            # The event of a round comes before the events of its participants.
+            # The event of a round is recorded before the events of its participants.
             if {e["client"] for e in trained} >= set(event.get("participants", [])):
                 yield _line(f"{name}: trained", event, _trained(trained), _reasons(event))
         if event["event"] == "evaluation":

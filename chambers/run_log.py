@@ -11,7 +11,7 @@ _COLOUR = re.compile(rb"\x1b\[\d+m")
 
 
 class RunLog:
-    """A log file that is moved to the run's folder when that folder exists.
+    """A log file that is moved to the run's folder once that folder exists.
 
     Output is dropped if the disk is full, so that the run continues. With ``echo``, output is also
     printed. ``path`` is the current file.
@@ -36,7 +36,7 @@ class RunLog:
             sys.stdout.buffer.flush()
 
     def move_to(self, path: Path) -> None:
-        """Append the log to another file, such as that of a resumed run, and continue there."""
+        """Move the log to a file, such as the log of a resumed run, and append new output there."""
         if path == self.path:
             return
         with self._lock, suppress(OSError):

@@ -29,14 +29,14 @@ class Seen:
     status: RunStatus
     events: Sequence[Event]
     is_running: bool  # whether a process on this machine writes to the folder
-    checkpoint: Path | None  # the newest one
+    checkpoint: Path | None  # the newest checkpoint; None if there is none
     now: float  # time of reading, in seconds since the epoch
-    space: str  # free space for the run's folder and, if known, for the SuperLink's database
+    space: str  # free space in the run's folder and, if specified, for the SuperLink's database
     sender: str  # address that sends the most data to the coordinator; empty if unknown
 
     @property
     def exit_status(self) -> int:
-        """Exit status of ``chambers status``: 1 if the run ended but is not completed, else 0."""
+        """Exit status of ``chambers status``: 0 if the run is active or has completed, else 1."""
         return 0 if self.is_running or self.status.phase == "completed" else 1
 
     @property
@@ -53,7 +53,7 @@ class Seen:
 
 
 def look(directory: Path, coordinator: Path | None = None) -> Seen:
-    """Read a run's folder, and the database and the proxy's log in the coordinator's folder.
+    """Read a run's folder and, if given, the proxy's log and free space of the coordinator.
 
     Raises:
         OSError: A file can't be read.
@@ -63,7 +63,8 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
     config = json.loads((directory / "config.json").read_bytes())
     if not (isinstance(config, dict) and {"strategy", "rounds"} <= config.keys()):
         raise ValueError("config.json is not that of a run")
-    # Check for a process before reading the status: else a run that ends in between looks killed.
+    # Check for a process before reading the status, so that a run that ends in between doesn't
+    # appear to have been killed.
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
     disks = [directory, coordinator / DATABASE] if coordinator else [directory]
@@ -122,9 +123,9 @@ def _state(seen: Seen) -> str:
         if status.phase == "failed":
             return f"failed {ago}: {status.problem}"
         resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
-        return f"not running, and it has not ended: its process was killed{resume}"
+        return f"not running: before the run ended, its process was killed{resume}"
     if not seen.works:
-        return "running: it loads the base model, or waits for SuperNodes and registers them"
+        return "running: loads the base model, or waits for SuperNodes and registers them"
     doing = f"running: {status.phase} of round {status.round} of {seen.config['rounds']}"
     since = f"for {duration(seen.now - status.since)}"
     answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"
@@ -223,7 +224,7 @@ def _clients(seen: Seen) -> list[tuple[str, ...]]:
 
 
 def _progress(lane: LaneStatus, seen: Seen) -> str:
-    """Return the number of steps done by a client, and the estimated remaining time."""
+    """Return a client's number of completed steps, and the estimated remaining time."""
     steps = f", {lane.steps} of {lane.planned} steps"
     if not lane.steps or lane.steps >= lane.planned:
         return steps
@@ -233,7 +234,7 @@ def _progress(lane: LaneStatus, seen: Seen) -> str:
 
 
 def _without_progress(last: Event, phase: str) -> str:
-    """Return the duration of a client's last training, if its current steps are unknown."""
+    """Return how long a client last trained, to show while its current steps are unknown."""
     if phase != "training" or not last.get("seconds"):
         return ""
     return f"; round {last['round']} took {duration(last['seconds'])}"

@@ -23,7 +23,7 @@ Show = Callable[[Seen | None], None]
 
 @contextmanager
 def live_view(console: Console | None = None) -> Iterator[Show]:
-    """Show the output of ``chambers status``, updated in place and erased at the end."""
+    """Display the output of ``chambers status``, update it in place, and erase it at the end."""
     started = time.monotonic()
     console = console or Console(markup=False, emoji=False, highlight=False)
 
@@ -45,7 +45,7 @@ class Lines:
         print("starting Flower and loading the base model", file=sys.stderr)
 
     def __call__(self, seen: Seen | None) -> None:
-        """Print new lines."""
+        """Print the lines that have been added since the last call."""
         if seen is None or not seen.events:
             return
         lines = list(run_lines(seen.config, seen.events))
@@ -89,7 +89,7 @@ def _follow(link: Path, log: RunLog, show: Show) -> None:
             show(None)
             return
         directory = link.resolve()
-        # Before metrics are written, the run may still be refused, and its folder deleted.
+        # Until metrics are written, the run may be refused and its folder deleted.
         if (directory / METRICS).exists():
             log.move_to(directory / LOG)
         show(look(directory))

@@ -31,17 +31,17 @@ class Serve(AdapterOptions):
     Without RUN_FOLDER, name the global adapter with --adapter, or a base model alone with --model.
 
     For each client, an invitation file is written, to be used with chambers generate --invitation.
-    The file gives access in the client's name until it expires or the server ends, so send it
-    confidentially. Restarting the server revokes all invitations. Lanes are always encrypted. The
-    server runs until it is interrupted.
+    Whoever has the file can use the server in the client's name until the invitation expires or the
+    server stops, so send the file confidentially. Restarting the server revokes all invitations.
+    Lanes are always encrypted. The server runs until it is interrupted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path | None, argument("RUN_FOLDER")] = None
     head_blocks: Annotated[
-        int | None, option("Number of first blocks at clients; default: the run's, else 1.", "N")
+        int | None, option("Number of first blocks at clients; default: as in the run or 1.", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None, option("Number of last blocks at clients; default: the run's, else 1.", "N")
+        int | None, option("Number of last blocks at clients; default: as in the run or 1.", "N")
     ] = None
     listen: Annotated[
         str,
@@ -52,7 +52,7 @@ class Serve(AdapterOptions):
         ),
     ] = "127.0.0.1:0"
     advertise: Annotated[
-        str, option("Address and port where clients reach the server, if different.", "HOST:PORT")
+        str, option("Address and port for clients, if they differ from --listen.", "HOST:PORT")
     ] = ""
     clients: Annotated[
         str,
@@ -87,7 +87,7 @@ class Serve(AdapterOptions):
     max_prompt_length: Annotated[
         int,
         option(
-            "Longest prompt in tokens; default 4096. The time and memory that a prompt takes grow "
+            "Longest prompt in tokens; default 4096. The time and memory that a prompt needs grow "
             "with the square of its length.",
             "N",
         ),
@@ -143,7 +143,7 @@ class Serve(AdapterOptions):
         return list(dict.fromkeys(clients))
 
     def split(self, config: Mapping[str, Any]) -> SplitSettings:
-        """Return addresses, partition and limits from the options or, by default, the run config.
+        """Return the settings of the server; the run config replaces options that are not given.
 
         Raises:
             CommandError: An option has an invalid value.

@@ -36,7 +36,7 @@ class Served:
     settings: ModelSettings
     split: SplitSettings
     partition: Partition
-    directory: Path  # of the base model, or of the server's part of it
+    directory: Path  # contains the base model, or the server's part
     adapter: AdapterSettings  # kind and scale of all adapters
     # The body's adapter, keyed by client and model name; None for no adapter.
     models: Mapping[str, Mapping[str, State | None]]
@@ -45,7 +45,7 @@ class Served:
 
 
 def find(options: "Serve") -> Served:
-    """Find the models named by the options; raise ``UserError`` if their parts don't fit."""
+    """Find the models named by the options; raise ``UserError`` if their parts don't match."""
     served_run = read_run(options.run) if options.run else None
     shared = global_adapter(options.run) if options.run else options.adapter
     adapter = read_adapter(shared) if shared else None
@@ -91,7 +91,7 @@ def find(options: "Serve") -> Served:
 def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
     """Load the body, listen, and write an invitation for each client.
 
-    Invitations expire after ``lifetime`` seconds. Yield the server's address, and files by client.
+    Invitations expire after ``lifetime`` seconds. Yield the server's address and the files.
 
     Raises:
         UserError: The body can't be loaded, the server can't listen on the address, or an
@@ -107,7 +107,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
             devices=body_devices(served.split),
         )
     except BaseModelError as error:
-        # Here the devices are set by an option, since they may differ from those used in training.
+        # Here an option sets the devices, which may differ from those used in training.
         reason = str(error).replace("split.body-devices", "--body-devices")
         raise CommandError(reason) from error
     except OSError as error:
@@ -132,7 +132,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
 
 
 def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, Path]:
-    """Write the invitations; return the files by client."""
+    """Write the invitations; return their files, keyed by client."""
     digests = fingerprint(served.directory)
     theirs = tensors_of(served.directory, served.partition, ("head", "tail"))
     needed = {name: digests[name] for name in {*PARTIES_SHARE, *theirs} if name in digests}

@@ -1,4 +1,4 @@
-"""Execute a simulated run: output, log and result."""
+"""Execute a simulated run, show its progress and results, and write its log."""
 
 import logging
 import sys
@@ -28,11 +28,11 @@ def simulate(
     results: Path,
     verbose: bool = False,
 ) -> int:
-    """Run the app in simulation and show its progress; end all processes of the run.
+    """Simulate a run and show its progress; finally, end all processes of the run.
 
-    The clients share the actors, and the actors share the GPUs. ``config`` has the settings that
-    differ from the app's own run config, ``home`` is for Flower's files, and ``results`` for the
-    log if the run has no folder. With ``verbose``, the log is printed too.
+    The clients share the actors, and the actors share the GPUs. ``config`` contains the settings
+    that differ from the app's run config. Flower's files are written to ``home``, and the log to
+    ``results`` if the run has no folder. With ``verbose``, the log is printed too.
 
     Returns:
         The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.

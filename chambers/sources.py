@@ -1,4 +1,4 @@
-"""Options for the base model, adapter and run of a command, with fast checks."""
+"""Options that name a command's base model, adapter or run, and quick checks of them."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def _expanded(value: Any) -> Any:
 
 
 def check_at_least_one(options: object, *names: str) -> None:
-    """Raise ``CommandError`` if one of the named options is given and less than 1."""
+    """Raise ``CommandError`` if one of the named options is given and is less than 1."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -70,7 +70,7 @@ class BaseModelOptions:
     """Options of all commands that load a base model."""
 
     model: Annotated[
-        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
+        str | None, option("Base model; default: the one of the adapter's run.", "NAME_OR_PATH")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"] | None,
@@ -92,7 +92,7 @@ class AdapterOptions(BaseModelOptions):
     adapter: Annotated[Path | None, option("Folder of an exported adapter.", "FOLDER")] = None
 
     def check_folders(self) -> None:
-        """Raise ``UserError`` unless the given folders exist, before importing heavy libraries."""
+        """Raise ``UserError`` if a given folder is missing, without importing heavy libraries."""
         if self.adapter:
             check_folder(self.adapter)
         if self.model and _is_missing(self.model):
@@ -103,10 +103,10 @@ class AdapterOptions(BaseModelOptions):
     ) -> ModelSettings:
         """Return the settings of the base model from the options or, by default, from the run.
 
-        Without a run, ``offered`` is the base model's name according to another party.
+        ``offered`` is the base model's name at another party, used if the run has none here.
 
         Raises:
-            CommandError: No base model is given, or it isn't on this machine.
+            CommandError: No base model is named, or the named one isn't on this machine.
 
         """
         config: Mapping[str, Any] = run.config if run else {}
@@ -159,7 +159,7 @@ def read_run(directory: Path) -> RunFolder:
 
 
 def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
-    """Return the run whose folder or client state contains an adapter, or None."""
+    """Return the run whose folder or client state contains the adapter; None if there is none."""
     for folder in adapter.directory.resolve().parents if adapter else ():
         if folder.name == "adapters" and (folder.parent / _BASE).is_file():
             return read_run(folder.parent)
@@ -184,8 +184,8 @@ def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what:
         shown = ", ".join(different[:_SHOWN_NAMES])
         more = f" and {len(different) - _SHOWN_NAMES} more" if different[_SHOWN_NAMES:] else ""
         raise CommandError(
-            f"the base model here is not {what}: {shown}{more} differ; name the same checkpoint "
-            "with --model"
+            f"the base model here is not {what}: the digests of {shown}{more} differ; name the "
+            "same checkpoint with --model"
         )
 
 
@@ -208,5 +208,5 @@ def _is_missing(name: str) -> bool:
 
 def _no_base_model(name: str) -> CommandError:
     return CommandError(
-        f"there is no base model in {name} on this machine; name another with --model NAME_OR_PATH"
+        f"there is no base model in {name} on this machine; name one with --model NAME_OR_PATH"
     )

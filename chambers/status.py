@@ -10,7 +10,7 @@ import typer
 from chambers.errors import CommandError
 from chambers.sources import argument, option
 
-# Intervals of --watch on a terminal, and in a log, which would otherwise grow too fast.
+# Intervals of --watch on a terminal and in a log file, which would grow too fast otherwise.
 _TERMINAL_SECONDS = 2.0
 _LOG_SECONDS = 30.0
 
@@ -19,9 +19,9 @@ _LOG_SECONDS = 30.0
 class Status:
     """Show the status of a run.
 
-    The status is read from the run's folder at the coordinator: whether the run is active, its
-    round, throughput and remaining time, the last checkpoint, and for each client its current
-    state, or why it is left out.
+    The status is read from the run's folder at the coordinator. It includes whether the run is
+    active, the round, throughput, remaining time and last checkpoint, and for each client the
+    current state, or why the client is left out.
 
     \b
       chambers status runs/2026-01-31_12-00-00_fl-glm --watch
@@ -39,7 +39,7 @@ class Status:
     ] = None
 
     def __call__(self) -> int:
-        """Show the status once, or until the run ends."""
+        """Show the status once or, with ``--watch``, until the run ends."""
         directory = self.run
         # Folders of models and of an institution's state also contain a config.json.
         for name in ("config.json", "versions.json"):

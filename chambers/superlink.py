@@ -1,4 +1,4 @@
-"""Run the app on a private SuperLink, and end all of its processes afterwards."""
+"""Run the app on a private SuperLink, and end all of the SuperLink's processes afterwards."""
 
 import json
 import os
@@ -47,7 +47,7 @@ class SuperLink:
     """A running SuperLink."""
 
     address: str  # host and port
-    environment: dict[str, str]  # for commands that use the SuperLink and are ended with it
+    environment: dict[str, str]  # for commands that use the SuperLink, and end with it
     log: Path  # file with its output
 
 
@@ -55,7 +55,8 @@ class SuperLink:
 def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
     """Start a SuperLink on a free local port; on exit, end it and all its processes.
 
-    Its FLWR_HOME, ``home``, is created if necessary. Without ``simulated``, SuperNodes can connect.
+    ``home`` is the SuperLink's FLWR_HOME, and is created if necessary. Unless ``simulated`` is set,
+    real SuperNodes can connect.
 
     Raises:
         CommandError: The SuperLink doesn't start; the message contains the end of its log.
@@ -122,9 +123,9 @@ def run_app(
 ) -> str:
     """Run the app in a folder, and call ``write`` with each line of its log.
 
-    ``run_config`` has the settings that differ from the app's own run config. ``supernodes`` is the
-    number of simulated SuperNodes, which share the actors (by default one each); the actors share
-    the GPUs. With None, SuperNodes that have connected take part.
+    ``run_config`` contains the settings that differ from the app's run config. ``supernodes`` is
+    the number of simulated SuperNodes, which share the actors (by default, each has its own); the
+    actors share the GPUs. If ``supernodes`` is None, connected SuperNodes take part.
 
     Returns:
         ``"finished:completed"``, or the status of a run that did not complete, followed by a colon
@@ -193,7 +194,7 @@ def _status(superlink: SuperLink, log: str) -> str:
 
 
 def _last_error(log: str) -> str:
-    """Return the last line of the last error in Flower's log, or of the error that caused it."""
+    """Return the last line of the last error in Flower's log or, if chained, of its cause."""
     _, *records = _RECORD.split(log)
     pairs = zip(records[::2], records[1::2], strict=True)
     errors = [words.strip() for level, words in pairs if level in {"ERROR", "CRITICAL"}]
@@ -222,7 +223,7 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 @contextmanager
 def _ignoring_signals() -> Iterator[None]:
-    """Ignore signals that end a command; only the main thread can do so."""
+    """Ignore signals that end a command, if this is the main thread; others can't do so."""
     main = threading.current_thread() is threading.main_thread()
     ending = (signal.SIGINT, *END_SIGNALS) if main else ()
     before = {each: signal.signal(each, signal.SIG_IGN) for each in ending}

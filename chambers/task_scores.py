@@ -19,8 +19,8 @@ from finetuning.tasks.tasks import TASKS
 if TYPE_CHECKING:
     from chambers.evaluate import Evaluate
 
-# By task: the number of questions, the metrics of the most frequent answer, and the metrics and
-# seconds of each model.
+# Keyed by task: the number of questions, the metrics of the most frequent answer, and each model's
+# metrics and duration in seconds.
 Scores = dict[str, dict[str, Any]]
 # Task names, and the TaskManager of lm-evaluation-harness.
 Harness = tuple[Sequence[str], Any]
@@ -37,7 +37,7 @@ def measure(
 ) -> None:
     """Score models one after another on tasks' questions; models and tasks are keyed by name.
 
-    The encoder is for BERTScore of generated answers. ``scores`` receives the scores of each task
+    With an encoder, BERTScore also scores generated answers. ``scores`` receives each task's scores
     as soon as they are computed.
 
     Raises:
@@ -103,7 +103,7 @@ def _harness_scores(
 
 
 def render(scores: Scores) -> None:
-    """Print a table of scores, multiplied by 100 except for those of the harness."""
+    """Print a table of scores; multiply them by 100, except for tasks of the harness."""
     models = list(next(iter(scores.values()))["models"])
     table = Table()
     for column in ("task", "questions", "metric", _MAJORITY, *models):
@@ -128,7 +128,7 @@ def _shown(task: str, value: float) -> str:
 def _prepare(
     options: "Evaluate", source: Source, questions: Mapping[str, Sequence[Question]]
 ) -> tuple[Any, dict[str, Prepared]]:
-    """Tokenize the questions and check their lengths, before loading weights."""
+    """Tokenize the questions and check their lengths before weights are loaded."""
     tokenizer = load_tokenizer(source.directory)
     prepared = {
         name: prepare(

@@ -52,7 +52,7 @@ def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
     ended = {*status.replied, *status.left_out} - {lane.client for lane in status.lanes}
     share = (len(ended) + sum(done)) / max(1, len(status.asked), len(ended) + len(done))
     if done and share >= _LEAST_SHARE:
-        # The shares were computed when the status was written.
+        # The steps were counted when the status was written.
         whole = (status.updated - status.since) / share
         return max(0.0, whole - elapsed)
     return max(0.0, expected - elapsed)
@@ -61,8 +61,8 @@ def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
 class _Evaluations:
     """Estimated durations of the evaluations after rounds.
 
-    Losses are measured after every ``evaluate.every`` rounds and after the last one. After other
-    rounds there is a shorter evaluation or none, depending on the strategy.
+    Losses are measured after every ``evaluate.every`` rounds and after the last round. After other
+    rounds, there is a shorter evaluation or none, depending on the strategy.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Train:
       chambers train fedjudge data.path=/data/legal model.name=/models/qwen rounds=3
       chambers train strategy=fl-glm split.schedule=client-batch --clients 4
 
-    Settings are names of presets, files and single keys; keys take precedence.
+    Settings are names of presets, TOML files and KEY=VALUE pairs; pairs take precedence.
     docs/configuration.md describes every key. Relative paths are relative to the current folder.
     The last lines of the output name the folder with the results. In this folder, log.txt contains
     the output of Flower, the ServerApp and the clients. docs/deployment.md describes runs with real
@@ -97,7 +97,7 @@ class Train:
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:
-    """Merge presets, files and single keys; convert relative paths to absolute paths.
+    """Merge presets, files and ``KEY=VALUE`` pairs; convert relative paths to absolute paths.
 
     Raises:
         CommandError: A setting is neither KEY=VALUE, nor a file of settings, nor a preset.
@@ -139,7 +139,7 @@ def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Scalar:
-    """Parse a TOML scalar; text needs no quotation marks, since the shell removes them."""
+    """Parse a TOML scalar; strings need no quotation marks, since the shell removes them."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -159,7 +159,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def count_clients(settings: Mapping[str, Any]) -> int:
-    """Return the default number of simulated clients: one if pooled or per folder, else three."""
+    """Return the default number of clients: 1 for pooled data, else that of folders, else 3."""
     if settings.get("data.pool"):
         return 1
     path = str(settings.get("data.path", ""))
@@ -171,7 +171,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
 
     Raises:
         CommandError: A file is missing or can't be used.
-        ConfigError: The run can't be resumed, or not with this config.
+        ConfigError: The run can't be resumed at all, or can't be resumed with this config.
         DataError: Rows are malformed; the message names files and lines.
 
     """
@@ -280,9 +280,9 @@ def _check_data(settings: DataSettings, clients: int) -> None:
 
 
 def _check_rows(path: Path, settings: DataSettings) -> int | None:
-    """Read the training and held-out rows of a data set; return their number, if known.
+    """Check the training and held-out rows of a data set; return their number, if they are read.
 
-    Parquet files are checked by clients, since reading them requires heavy libraries.
+    Only clients read rows if bad rows are skipped, and Parquet files, which need heavy libraries.
     """
     names = ("train", held_out_part(settings))
     parts = [path] if path.is_file() else [find_part(path, name) for name in names]

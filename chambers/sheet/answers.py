@@ -18,7 +18,7 @@ class Question:
     name: str  # the row's id, or the question itself
     text: str
     reference: str  # the expected answer; empty if there is none
-    answers: Mapping[str, str]  # by model
+    answers: Mapping[str, str]  # keyed by model
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class _Answer:
 
 
 def read_answers(files: Mapping[str, Path]) -> list[Question]:
-    """Read each model's answers, in the order of the first model's file.
+    """Read questions with each model's answers, in the order of the first model's file.
 
-    A row is ``{"question", "answer"}`` with an optional ``reference`` and ``id``, or a row written
-    by ``chambers generate --output``. Rows of different files are matched by id or, without ids,
-    by question. ``files`` are JSON Lines files by model.
+    ``files`` contains a JSON Lines file for each model. A row has the keys ``question``, ``answer``
+    and optionally ``reference`` and ``id``, or was written by ``chambers generate --output``. Rows
+    of different files are matched by id or, without ids, by question.
 
     Raises:
         CommandError: A file can't be read, a row is malformed, or files have different questions;
@@ -50,7 +50,7 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
             if absent:
                 shown = ", ".join(absent[:_SHOWN]) + (" and others" if absent[_SHOWN:] else "")
                 raise CommandError(
-                    f"{other} has no answer to the question of {shown} ({one}); all models must "
+                    f"{other} has no answer to the question in {shown} ({one}); all models must "
                     "answer the same questions"
                 )
         for key, answer in answers.items():
@@ -100,7 +100,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(value: Any, origin: str) -> _Answer:
-    """Convert a row of either format; raise `KeyError`, `TypeError` or `ValueError`."""
+    """Convert a row of either format; raise ``KeyError``, ``TypeError`` or ``ValueError``."""
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
     if "generated" in value:
@@ -111,13 +111,13 @@ def _parse(value: Any, origin: str) -> _Answer:
         reference = value.get("reference") or ""
     for name, text in {"question": question, "answer": answer, "reference": reference}.items():
         if not isinstance(text, str):
-            raise TypeError(f"its {name} must be text, found {type(text).__name__}")
+            raise TypeError(f"the {name} must be text, found {type(text).__name__}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"its {name} has a lone surrogate at index {error.start}") from None
+            raise ValueError(f"the {name} has a lone surrogate at index {error.start}") from None
     if not question.strip():
-        raise ValueError("its question is empty")
+        raise ValueError("the question is empty")
     return _Answer(
         name=str(value.get("id", question)),
         question=question,

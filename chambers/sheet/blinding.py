@@ -30,7 +30,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SheetQuestion:
-    """A question with its answers, in random order, by random id; the key maps ids to models."""
+    """A question and its answers, in random order, keyed by random ids; see ``Key``."""
 
     number: int
     text: str
@@ -48,17 +48,17 @@ class Sheet:
 
 @dataclass(frozen=True)
 class KeyRow:
-    """The annotator, question and model behind an id."""
+    """The annotator, the question and the model that an id stands for."""
 
     annotator: int
-    number: int  # of the question in the annotator's sheet
+    number: int  # position of the question in the annotator's sheet
     question: str
     model: str
 
 
 @dataclass(frozen=True)
 class Key:
-    """The key: the seed of all orders and ids, and the model behind each id of all sheets."""
+    """The key of all sheets: the seed of all orders and ids, and what each id stands for."""
 
     seed: int
     models: tuple[str, ...]

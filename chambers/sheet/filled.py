@@ -12,12 +12,12 @@ _SHOWN = 20
 
 
 def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
-    """Return the annotator's number of a filled-in sheet, and the scores by id and criterion.
+    """Return the number of a filled-in sheet's annotator, and the scores by id and criterion.
 
     The file is CSV with columns ``id``, ``usefulness`` and ``fluency``; other columns are ignored.
 
     Raises:
-        CommandError: The sheet doesn't match the key or isn't complete; the message names lines.
+        CommandError: The sheet doesn't match the key or isn't complete; the message lists errors.
 
     """
     scores: dict[str, dict[str, int]] = {}
@@ -49,7 +49,7 @@ def _read_scores(file: Path, key: Key, scores: dict[str, dict[str, int]]) -> Ite
         if name not in key.rows:
             yield (
                 f"{file}:{line}: the key has no id {name[:40]!r}; either the id was changed, or "
-                "this is not the key of the sheet"
+                "the sheet belongs to a different key"
             )
         elif name in lines:
             yield f"{file}:{line}: the id {name} is also on line {lines[name]}"

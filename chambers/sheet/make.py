@@ -22,9 +22,10 @@ class Make:
     "answer", and optionally "reference" and "id", or a row written by chambers generate --output.
     All files must have the same questions.
 
-    The output folder gets two versions of each sheet: sheets/annotator-1.csv, for spreadsheets, and
-    sheets/annotator-1.html, for browsers, even offline; use either. Each annotator sees questions
-    and answers in a different order. key.json maps answers to models: don't show it to annotators.
+    Two versions of each sheet are written to the output folder: sheets/annotator-1.csv for
+    spreadsheets, and sheets/annotator-1.html for browsers, even offline. Use either version. Each
+    annotator sees questions and answers in a different order. Don't show annotators key.json, which
+    maps answers to models.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     answers: Annotated[list[str], argument("MODEL=FILE.jsonl…")]
@@ -36,7 +37,7 @@ class Make:
     hide_references: Annotated[bool, option("Leave out the expected answers.")] = False
     seed: Annotated[
         int | None,
-        option("Seed that repeats a draw and reveals which model is which; default: random.", "N"),
+        option("Seed that reproduces the draw and reveals the models; default: random.", "N"),
     ] = None
 
     def __call__(self) -> int:

@@ -11,7 +11,7 @@ from chambers.sources import argument
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Print the table of mean scores per model, and the agreement of annotators.
+    """Print a table of the mean scores of each model and the agreement between annotators.
 
     \b
       chambers sheet read study/key.json annotator-1.csv annotator-2.csv annotator-3.csv

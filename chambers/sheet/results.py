@@ -11,7 +11,7 @@ from chambers.sheet.blinding import CRITERIA, Key
 from chambers.sheet.filled import read_sheet
 from finetuning.evaluation.intervals import half_width
 
-# Scores by id and criterion.
+# Scores, keyed by id and criterion.
 Scores = Mapping[str, Mapping[str, int]]
 
 
@@ -36,9 +36,9 @@ class Results:
     annotators: int  # number of sheets
     questions: int
     means: Mapping[str, Mapping[str, Mean]]  # by model and criterion (FedJudge, table 5)
-    # Krippendorff's alpha by criterion, with the interval metric, since means treat scores as
-    # evenly spaced too. 1 is perfect agreement, 0 is chance. None if undefined: for one annotator,
-    # or if all scores are equal.
+    # Krippendorff's alpha by criterion, with the interval metric, since means also treat
+    # scores as evenly spaced. 1 is perfect agreement, 0 is chance. None if alpha is undefined,
+    # because there is only one annotator or all scores are equal.
     agreement: Mapping[str, float | None]
 
     def to_markdown(self) -> str:
@@ -56,7 +56,7 @@ class Results:
 
 
 def evaluate(key: Key, files: Sequence[Path]) -> Results:
-    """Read filled-in sheets, at most one per annotator (see ``read_sheet``); evaluate them."""
+    """Evaluate filled-in sheets, at most one per annotator; see ``read_sheet`` for their format."""
     scores: dict[str, Mapping[str, int]] = {}
     read: dict[int, Path] = {}
     for file in files:

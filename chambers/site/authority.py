@@ -21,9 +21,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from chambers.errors import CommandError, read_bytes
 from finetuning.files import replacing, write_secret
 
-# File names of certificates; the key of a certificate is in a file with the suffix .key instead.
+# File names of certificates; the private key of NAME.pem is in NAME.key.
 AUTHORITY, SERVER = "authority.pem", "server.pem"
-# The SuperLink's SuperExec connects to 127.0.0.1; without these names no run can start.
+# The SuperLink's SuperExec connects to 127.0.0.1; without these names, no run could start.
 LOOPBACK = ("localhost", "127.0.0.1")
 # Ten years and a day, so that a certificate may be valid for ten years.
 _AUTHORITY_DAYS = 3651
@@ -79,7 +79,7 @@ class Authority:
 
 
 def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
-    """Read the authority in the folder, or create one for ``new_days`` days if there is none.
+    """Read the authority in the folder, or create one that is valid for ``new_days`` days.
 
     Raises:
         CommandError: A file is missing or invalid, or the key doesn't match the certificate.
@@ -91,7 +91,7 @@ def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
         return _create_authority(folder, new_days)
     for here, other in ((file, key_file), (key_file, file)):
         if not here.exists():
-            raise CommandError(f"{here} is missing, but {other} exists; restore it, or move both")
+            raise CommandError(f"{here} is missing: restore it, or move {other} to another folder")
     certificate, key = read_certificate(file), read_key(key_file)
     if key.public_key() != certificate.public_key():
         raise CommandError(f"{key_file} is not the key of {file}")
@@ -111,7 +111,7 @@ def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = load_pem_private_key(read_bytes(file), password=None)
     except (TypeError, ValueError) as error:  # TypeError: the key has a passphrase
-        problem = f"{file} is not a private key in PEM format without a passphrase"
+        problem = f"{file} is not a private key in PEM format, or has a passphrase"
         raise CommandError(problem) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CommandError(f"{file} is not an elliptic-curve key")
@@ -126,7 +126,7 @@ def check_names(names: Sequence[str]) -> list[str]:
 
     """
     if not names:
-        raise CommandError("--name is missing: give the host name where the proxy is reached")
+        raise CommandError("--name is missing: give the host name of the proxy")
     for name in names:
         if not (_HOST.fullmatch(name) or _address(name)):
             raise CommandError(
@@ -149,7 +149,7 @@ def names_of(certificate: x509.Certificate) -> list[str]:
 
 
 def days_left(certificate: x509.Certificate) -> int:
-    """Return the whole days until a certificate expires; negative after that."""
+    """Return the number of whole days until a certificate expires, negative afterwards."""
     return (certificate.not_valid_after_utc - datetime.now(UTC)).days
 
 
@@ -191,7 +191,7 @@ def _usage(**allowed: bool) -> x509.KeyUsage:
 
 
 def _common_name(text: str) -> x509.Name:
-    # The field is limited to 64 characters. It is informational: clients use alternative names.
+    # The field is limited to 64 characters. Clients ignore it, and use the alternative names.
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 

@@ -17,10 +17,10 @@ class Certificates:
     \b
       chambers site certificates /srv/chambers --name coordinator.example.org --name 10.0.0.5
 
-    The certificate is valid for the names, and for localhost and 127.0.0.1, which Flower's own
-    processes use to reach the SuperLink. To renew the certificate, run the command again: it reuses
-    the authority in FOLDER and, without --name, the names. An authority is valid for 10 years.
-    instructions.key, which is also reused, signs the coordinator's requests to institutions.
+    The certificate is valid for the given names, and for localhost and 127.0.0.1, which Flower's
+    own processes use to reach the SuperLink. To renew the certificate, run the command again, which
+    reuses the authority in FOLDER and, without --name, the names. An authority is valid for 10
+    years. instructions.key, which is also reused, signs the coordinator's instructions.
 
     Every institution needs authority.pem and instructions.pub. The files ending in .key stay at the
     coordinator; authority.key is only needed for renewals, and can be stored elsewhere until then.
@@ -30,7 +30,7 @@ class Certificates:
     name: Annotated[
         list[str] | None,
         option(
-            "Host name or address where the coordinator is reached; may be repeated. Default: the "
+            "Host name or IP address of the coordinator; may be repeated. Default: the "
             "names of the certificate in FOLDER.",
             "HOST",
         ),
@@ -38,7 +38,7 @@ class Certificates:
     days: Annotated[int, option("Days until the certificate expires; default 365.", "N")] = 365
 
     def __call__(self) -> int:
-        """Write server.key and server.pem, and the other keys if they don't exist."""
+        """Write server.key and server.pem, and the authority and signing key if missing."""
         if not 1 <= self.days <= _MAX_DAYS:
             raise CommandError(f"--days {self.days}: must be 1 to {_MAX_DAYS}")
         from chambers.site.authority import (

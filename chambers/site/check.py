@@ -20,7 +20,7 @@ class Check:
         --trusted-entities trusted.yaml \\
         --node-config 'name="court" data-path="/data/court" policy="/srv/chambers/policy.toml"'
 
-    At the coordinator, with the folder of chambers site certificates:
+    At the coordinator, with the folder that chambers site certificates has written:
 
     \b
       chambers site check --coordinator /srv/chambers --proxy coordinator.example.org:8443 \\
@@ -52,16 +52,16 @@ class Check:
         str, option("Base model of the planned run; must be on this machine.", "NAME_OR_PATH")
     ] = ""
     task: Annotated[
-        str, option("Task that the rows are for (data.task of the planned run).", "TASK")
+        str, option("Task of the planned run (data.task), whose rows are checked.", "TASK")
     ] = ""
     coordinator: Annotated[
-        Path | None, option("Check the coordinator; FOLDER has its certificates.", "FOLDER")
+        Path | None, option("Check the coordinator, whose certificates are in FOLDER.", "FOLDER")
     ] = None
     proxy: Annotated[str, option("Public address of the coordinator's proxy.", "HOST:PORT")] = ""
     database: Annotated[Path | None, option("The SuperLink's database.", "FILE")] = None
 
     def __call__(self) -> int:
-        """Run all checks, and print a line for each."""
+        """Run all checks, and print a line for each check."""
         if self.coordinator:
             self._require("the coordinator", "proxy", "database")
             from chambers.site.check_coordinator import check_coordinator as check

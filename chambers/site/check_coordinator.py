@@ -34,7 +34,7 @@ _DATABASE_SECONDS = 10.0
 def check_coordinator(options: "Check") -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
-    ``options.coordinator`` is the folder of ``chambers site certificates`` and of the proxy.
+    ``options.coordinator`` is the folder with the certificates and the proxy's files.
     """
     folder, proxy, database = options.coordinator, options.proxy, options.database
     assert folder and database
@@ -105,7 +105,7 @@ def _lasting(file: Path, renewal: str) -> str:
 
 
 def _answers(what: str, address: str, folder: Path) -> str:
-    """Check that the SuperLink answers with the certificate in the folder."""
+    """Check that the SuperLink or its proxy uses the certificate in the folder."""
     shown = healthy(address, folder / AUTHORITY).certificate
     if shown != read_certificate(folder / SERVER):
         raise CommandError(
@@ -115,7 +115,7 @@ def _answers(what: str, address: str, folder: Path) -> str:
 
 
 def _writable(database: Path) -> str:
-    """Check that this user can write to the database by locking it briefly."""
+    """Check, by briefly locking the database, that this user can write to it."""
     if database.is_dir():
         raise CommandError(f"{database} is a folder; name the SuperLink's database in it")
     if not database.is_file():
@@ -130,20 +130,20 @@ def _writable(database: Path) -> str:
             connection.rollback()
     except sqlite3.Error as error:
         raise CommandError(
-            f"{database} can't be written: {error}; run this as the SuperLink's user, and check "
-            "who owns the file and its folder"
+            f"{database} can't be written: {error}; run this command as the SuperLink's user, "
+            "and check who owns the file and its folder"
         ) from error
     return f"{database} can be written"
 
 
 def _apart(folder: Path, others: Sequence[Path]) -> str:
-    """Check that the database is on a separate file system, so that it can't fill the others."""
+    """Check that the database can't fill the file systems of the other folders."""
     device = existing(folder).stat().st_dev
     shared = [str(path) for path in others if existing(path).stat().st_dev == device]
     if shared:
         raise AdviceError(
-            f"{folder} is on the same file system as {' and '.join(shared)}: what institutions "
-            "send can fill it; mount a separate one there, as docs/deployment.md describes"
+            f"{folder} is on the same file system as {' and '.join(shared)}: messages "
+            "from institutions can fill both; mount a separate one, as docs/deployment.md describes"
         )
     return f"{folder} is on a file system of its own"
 
@@ -157,4 +157,4 @@ def _sender(log: Path) -> str:
 
 
 def _clock() -> str:
-    return f"clock: {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; institutions compare theirs with it"
+    return f"clock: {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; institutions compare their clocks"

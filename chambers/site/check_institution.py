@@ -144,9 +144,9 @@ def _policy(node_config: str) -> str:
     key = read_policy(file).instruction_key
     if not key:
         raise CommandError(
-            f"{file} names no instruction-key, so anyone whom the coordinator has "
-            "registered can send instructions here in the coordinator's name: get instructions.pub "
-            'from there, and add instruction-key = "/srv/chambers/instructions.pub" to the policy'
+            f"{file} names no instruction-key, so anyone whom the coordinator has registered can "
+            "send instructions in the coordinator's name: get instructions.pub from the "
+            'coordinator, and add instruction-key = "/srv/chambers/instructions.pub" to the policy'
         )
     read_public_key(key)
     return f"{file} is a policy; it accepts instructions that are signed with the key of {key}"

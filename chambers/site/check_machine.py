@@ -10,7 +10,7 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def disk(path: Path, cure: str = "delete old runs") -> str:
-    """Check the free space of the file system of a path, which need not exist yet."""
+    """Check the free space of a path's file system; the path need not exist yet."""
     folder = existing(path)
     free = free_gib(folder)
     text = f"disk: {free:.1f} GiB free in {folder}"
@@ -41,7 +41,7 @@ def gpu() -> str:
         return f"GPU: {name}, {free:.1f} of {total:.1f} GiB free"
     if _NVIDIA.exists():
         raise CommandError(
-            "GPU: there is an NVIDIA driver, but PyTorch can't use it: install PyTorch for its "
-            "CUDA version, and give containers access to the GPU"
+            "GPU: there is an NVIDIA driver, but PyTorch can't use it: install PyTorch for the "
+            "driver's CUDA version, and give containers access to the GPU"
         )
     return "GPU: none; training uses the CPU"

@@ -33,7 +33,7 @@ class Answer:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split an address into host and port, or raise ``CommandError``; IPv6 needs brackets."""
+    """Split an address into host and port, or raise ``CommandError``; IPv6 must be in brackets."""
     host, separator, port = address.rpartition(":")
     host = host.strip("[]")
     if not (host and separator and port.isdecimal() and int(port) < 2**16):
@@ -42,7 +42,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def get(address: str, path: str, authority: Path) -> Answer:
-    """Send a GET request over TLS; ``authority`` has the certificates of trusted authorities.
+    """Send a GET request over TLS; ``authority`` is a file of trusted certificates.
 
     Raises:
         CommandError: No server with this name answered over TLS.
@@ -70,13 +70,13 @@ def get(address: str, path: str, authority: Path) -> Answer:
     finally:
         connection.close()
     assert certificate is not None
-    # The header is truncated to whole seconds: on average it is half a second behind.
+    # The header is truncated to whole seconds, so on average it is half a second behind.
     ahead = (before + (after - before) / 2 - theirs).total_seconds() - 0.5
     return Answer(response.status, ahead, x509.load_der_x509_certificate(certificate))
 
 
 def healthy(address: str, authority: Path) -> Answer:
-    """Ask a SuperLink or its proxy; raise ``CommandError`` if the SuperLink isn't running."""
+    """Request ``/health`` from a SuperLink or its proxy; raise ``CommandError`` on failure."""
     answer = get(address, "/health", authority)
     if answer.status != 200:
         raise CommandError(
@@ -118,8 +118,8 @@ def clock(ahead: float) -> str:
     )
     if ahead > _MAX_AHEAD or -ahead > _MAX_BEHIND:
         raise CommandError(
-            f"{text}; from {_MAX_AHEAD} s ahead or {_MAX_BEHIND} s behind, the SuperLink refuses "
-            "node keys: set the clock, or have NTP set it"
+            f"{text}; beyond {_MAX_AHEAD} s ahead or {_MAX_BEHIND} s behind, the SuperLink "
+            "refuses node keys: set the clock, or have NTP set it"
         )
     return text
 
@@ -150,8 +150,8 @@ def _certificate_problem(error: ssl.SSLCertVerificationError, host: str, authori
         return "the certificate is not valid yet: set this machine's clock"
     if error.verify_code in {_OTHER_HOST, _OTHER_ADDRESS}:
         return (
-            f"the certificate is not valid for the name {host}: use a name in it, or let the "
-            f"coordinator run chambers site certificates with --name {host} and all other names"
+            f"the certificate is not valid for the name {host}: use a name in it, or ask the "
+            f"coordinator to run chambers site certificates with --name {host} and all other names"
         )
     return (
         f"the certificate is not signed by the authority in {authority} ({error.verify_message}): "

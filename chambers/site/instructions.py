@@ -36,7 +36,7 @@ def check_instructions(folder: Path) -> str:
         same = read_public_key(str(public)) == key.public_key()
     except (ConfigError, PolicyError) as error:
         raise CommandError(
-            f"{error}: put both {KEY} and {PUBLIC} there; or remove them, run chambers site "
+            f"{error}: restore both {KEY} and {PUBLIC}; or remove both, run chambers site "
             f"certificates {folder}, and hand every institution the new {PUBLIC}"
         ) from error
     if not same:

@@ -14,8 +14,8 @@ class Key:
     \b
       chambers site key /srv/chambers/node
 
-    FILE gets the private key, which stays at the institution, and FILE.pub the public one, which
-    the coordinator registers.
+    The private key is written to FILE and stays at the institution. The public key is written to
+    FILE.pub, for the coordinator to register.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, argument("FILE")]

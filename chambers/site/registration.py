@@ -23,7 +23,7 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
     refuses this request; its error code depends on whether the key is registered.
 
     Raises:
-        CommandError: There is no response, or it has neither of the two error codes.
+        CommandError: There is no response, or it contains neither of the two error codes.
 
     """
     public = key.public_key()

@@ -25,7 +25,7 @@ _DIGEST_NAME = f"{'[0-9a-f]' * 64}.fab"
 class Verification(BaseModel):
     """A signature of a release."""
 
-    public_key_id: str  # of the signer's key in a site's trusted entities
+    public_key_id: str  # id of the signer's key in a site's trusted entities
     signed_at: int  # Unix time in seconds
     # Ed25519 signature of the time (8 bytes, big endian) and the release's SHA-256 digest, in
     # base64url without padding.
@@ -40,7 +40,7 @@ class Answer(BaseModel):
 
 
 def key_id(key: Ed25519PrivateKey) -> str:
-    """Return a key's id in trusted entities, which is derived from the public key."""
+    """Return the id of a key in files of trusted entities, derived from the public key."""
     return f"fpk_{hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()[:16]}"
 
 
@@ -57,7 +57,7 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
 def app_of(content: bytes, origin: Path | str) -> str:
     """Return the name and version of a release in Flower's format, ``@publisher/name==1.2.3``.
 
-    Raise ``CommandError``, with ``origin``, if it isn't a release or is too large for Flower.
+    Raise ``CommandError``, which names ``origin``, if ``content`` isn't a release or is too large.
     """
     from federation.flower_internals import FAB_MAX_SIZE, get_fab_config, get_metadata_from_config
 
@@ -79,7 +79,7 @@ def sign(content: bytes, key: Ed25519PrivateKey) -> Verification:
 
 
 def publish(folder: Path, content: bytes, verification: Verification, url: str) -> list[str]:
-    """Add a signature to the served folder, and the release if it isn't there yet.
+    """Add a release and its signature to the served folder, and remove other releases.
 
     Return the ids of the release's signing keys; raise ``CommandError`` if a file is malformed.
     """

@@ -26,9 +26,9 @@ class Report:
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> bool:
-        """Run a check, which returns a description, or raises ``UserError`` or ``OSError``.
+        """Run a check, and print the description that it returns or the error that it raises.
 
-        A check that raises ``AdviceError`` counts as passed.
+        The check fails if it raises ``OSError`` or a ``UserError`` other than ``AdviceError``.
 
         Returns:
             Whether the check has passed.

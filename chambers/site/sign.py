@@ -20,17 +20,17 @@ class Sign:
     RELEASE is a file made by flwr build: a zip archive with the code that runs at a site. Without
     RELEASE, a release is built from the installed version of Chambers; it is identical to the one
     that flwr build makes from a checkout of this version, with the same version of Flower. The
-    output folder gets the release, and a file with its signatures; the coordinator serves both to
-    its SuperLink as static files. Several reviewers can add signatures to one folder; a SuperNode
-    needs only one of them. The folder contains one release: signing a different one replaces the
-    release and all signatures.
+    release and a file with its signatures are written to the output folder; the coordinator serves
+    both to the SuperLink as static files. Several reviewers can add signatures to one folder; a
+    SuperNode needs only one signature, by a reviewer whom its institution trusts. The folder
+    contains one release: signing a different one replaces the release and all signatures.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     release: Annotated[Path | None, argument("[RELEASE.fab]")] = None
     key: Annotated[Path, option("Signing key, from chambers site signing-key.", "FILE")]
     output: Annotated[Path, option("Folder for the release and its signatures.", "FOLDER")]
     url: Annotated[
-        str, option("URL where the SuperLink gets FOLDER; default http://127.0.0.1:8002.", "URL")
+        str, option("URL of FOLDER for the SuperLink; default http://127.0.0.1:8002.", "URL")
     ] = "http://127.0.0.1:8002"
 
     def __call__(self) -> int:

@@ -15,9 +15,9 @@ class SigningKey:
     \b
       chambers site signing-key ~/reviewer
 
-    FILE gets the private key, which stays with the reviewer, and FILE.pub the public one. To trust
-    the reviewer at a SuperNode, add the printed line to the file that is given to
-    flower-supernode with --trusted-entities.
+    The private key is written to FILE and stays with the reviewer; the public key is written to
+    FILE.pub. To trust the reviewer at a SuperNode, add the printed line to the file that is given
+    to flower-supernode with --trusted-entities.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, argument("FILE")]
@@ -32,7 +32,7 @@ class SigningKey:
         key = Ed25519PrivateKey.generate()
         public = write_pair(self.file, key)
         print(f"{self.file}: for chambers site sign --key; keep it secret")
-        print(f"{public}: its public half")
+        print(f"{public}: the public key")
         print("line for the trusted.yaml of each site that trusts this reviewer:")
         print(f"{key_id(key)}: {json.dumps(public_line(key, self.file.name))}")
         return 0

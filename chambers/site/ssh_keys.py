@@ -28,7 +28,7 @@ def read_private_key(file: Path) -> object:
 
 
 def public_line(key: PrivateKey, comment: str) -> str:
-    """Return the line of a public key file."""
+    """Return the line that a public key file contains."""
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     return f"{public.decode()} {comment}"
 

@@ -20,9 +20,10 @@ class Worker:
     \b
       chambers site worker /run/chambers/worker.sock
 
-    Without a worker, each message starts a process that loads both again. Set the socket in the
-    SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. Use a folder
-    of this site alone. docs/worker.md describes when messages are answered without a worker.
+    Without a worker, each message starts a process that loads model and data again. Set the socket
+    in the SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. Its
+    folder must not be shared with other sites. docs/worker.md describes when messages are answered
+    without a worker.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     socket: Annotated[Path, argument("SOCKET")]

@@ -125,7 +125,7 @@ def test_sheets_of_another_study_or_twice_the_same_are_refused(study, capsys):
     one, other = study("1"), study("2")
     files = [fill(one, lambda *_: 3, annotator) for annotator in (1, 2)]
     reason = refused(capsys, "sheet", "read", other / "key.json", *files)
-    assert "this is not the key of the sheet" in reason
+    assert "the sheet belongs to a different key" in reason
     reason = refused(capsys, "sheet", "read", one / "key.json", files[0], files[0])
     assert "are both sheet 1" in reason
     files[1].write_text(files[0].read_text() + files[1].read_text().partition("\n")[2])

@@ -139,7 +139,7 @@ def test_a_database_that_can_fill_other_files_disk(capsys, site, small_disk, mon
     monkeypatch.setenv("XDG_DATA_HOME", str(results))
     _, output = at_coordinator(capsys, site, 1)
     shared = f"{site.folder} and {results / 'chambers' / 'runs'}"
-    assert f"warn {site.database.parent} is on the same file system as {shared}: what" in output
+    assert f"warn {site.database.parent} is on the same file system as {shared}: messages" in output
     assert f"GiB free in {site.data}" in output
     assert f"warn {site.folder / 'proxy' / 'access.log'} doesn't exist, so" in output
     _, output = at_coordinator(capsys, site, 1, database=small_disk / "superlink.db")
@@ -257,8 +257,8 @@ def test_addresses_that_do_not_answer(capsys, site):
 @pytest.mark.parametrize(
     ("ahead", "text"),
     [
-        (3600, "3600 s behind the coordinator's; from 5 s ahead or 300 s behind, the SuperLink"),
-        (-3600, "3600 s ahead of the coordinator's; from 5 s ahead"),
+        (3600, "3600 s behind the coordinator's; beyond 5 s ahead or 300 s behind, the SuperLink"),
+        (-3600, "3600 s ahead of the coordinator's; beyond 5 s ahead"),
     ],
 )
 def test_clocks_that_differ(capsys, site, ahead, text):
