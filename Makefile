@@ -17,7 +17,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow and not nightly" -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
 
 # Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
-# processes, so more of them than cores run at once.
+# processes, so three of them run at once even on fewer cores.
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m "slow and not nightly" -n 3 --dist worksteal $(PYTEST)
 
