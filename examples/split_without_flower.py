@@ -2,8 +2,9 @@
 
     python examples/split_without_flower.py FOLDER [checkpoint]
 
-Both parties run in this process and share nothing but the invitation. The joined adapter is saved
-to FOLDER in PEFT's format.
+Both parties run in this process. The server sends the client only an invitation; the settings, the
+checkpoint and the initial adapter are known to both. The joined adapter is saved to FOLDER in
+PEFT's format.
 """
 
 import sys
@@ -24,7 +25,7 @@ from split.model.partition import partition_of
 from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
 
-STEPS, ROWS = 6, 4  # rows of a step
+STEPS, ROWS = 6, 4  # number of steps, and of rows in each step
 MODEL, ADAPTER = ModelSettings(), AdapterSettings(rank=4, alpha=16, dropout=0.0)
 SPLIT = SplitSettings(head_blocks=1, tail_blocks=1, wire_dtype="float32")
 TRAIN = TrainSettings(batch_size=2, accumulation=2, local_steps=STEPS, learning_rate=5e-3)
@@ -53,7 +54,7 @@ def main(folder: str, checkpoint: str = "tiny") -> None:
     ) as server:
         server.begin_round({"client": len(text)}, seed=0)
         invitation = server.invite_to_train("client", round_number=1, seed=0, lifetime=300.0)
-        # From here on this is the client.
+        # The client's part begins here.
         parts = load_parts(MODEL, directory, partition, ["head", "tail"])
         for party, part in parts.items():
             part.attach(ADAPTER)

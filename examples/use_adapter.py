@@ -1,9 +1,9 @@
-"""Answer a question with an adapter that a run has exported, by transformers and peft alone.
+"""Answer a question with an adapter that a run has exported, using only transformers and peft.
 
     python examples/use_adapter.py runs/<run>/adapters/global "Is the contract void?"
 
 The adapter's folder names its base model, which is loaded from the same path or Hugging Face id
-as in training. Nothing of Chambers is imported.
+as in training. No code of Chambers is imported.
 """
 
 import argparse
