@@ -1,4 +1,4 @@
-"""What many tests share: a small random checkpoint in Hugging Face format, and clients' files."""
+"""Shared fixtures: small random checkpoints in Hugging Face format, and clients' files."""
 
 import ctypes
 import errno
@@ -59,7 +59,7 @@ WORDS = [
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what the imports have made from garbage collection, which it would make slow."""
+    """Exempt the imported modules' objects from garbage collection, which they would slow down."""
     gc.collect()
     gc.freeze()
 
@@ -69,7 +69,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
 
 @pytest.fixture
 def left_over():
-    """Return a function that finds processes, orphans included, that a test has left running."""
+    """Return a function that finds processes that a test has not ended, including orphans."""
     # A process that loses its parent becomes a child of this process, not of init.
     become_subreaper: Callable[[int, int], int] = ctypes.CDLL(None).prctl
     become_subreaper(_PR_SET_CHILD_SUBREAPER, 1)
@@ -86,7 +86,7 @@ def left_over():
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Keep fingerprints and the like out of the user's cache, unless a shared one is named."""
+    """Use a temporary cache, unless CHAMBERS_CACHE names a shared one."""
     if "CHAMBERS_CACHE" in os.environ:
         yield
         return
@@ -97,7 +97,7 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def nginx():
-    """Skip tests that need nginx where it is missing; in CI they always run."""
+    """Skip tests that need nginx if it is missing; in CI, fail instead."""
     if shutil.which("nginx") is None:
         reason = "nginx is not installed; on Debian: apt-get install nginx-light"
         if "CHAMBERS_CI" in os.environ:
@@ -107,7 +107,7 @@ def nginx():
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a disk of 2 MiB, which ``fill`` fills."""
+    """Mount a disk of 2 MiB, which a test can fill with ``fill``."""
     folder = tmp_path / "disk"
     folder.mkdir()
     with mounted(folder, "2m"):
@@ -116,7 +116,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[None]:
-    """Mount a disk of a size within the block; skip the test where this isn't permitted."""
+    """Mount a disk of the given size; skip the test if mounting isn't permitted."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
         result = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -131,7 +131,7 @@ def mounted(folder: Path, size: str) -> Iterator[None]:
 
 
 def fill(disk: Path, free: int = 0) -> None:
-    """Fill a disk with a file, ``ballast``, except for some KiB."""
+    """Fill a disk with a file, ``ballast``, except for ``free`` KiB."""
     size = psutil.disk_usage(str(disk)).free - free * 1024
     try:
         (disk / "ballast").write_bytes(bytes(max(0, size)))
@@ -142,7 +142,7 @@ def fill(disk: Path, free: int = 0) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a Llama of two small random blocks, with a byte-level BPE tokenizer."""
+    """Write a Llama with two small random blocks and a byte-level BPE tokenizer."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), blocks=2)
 
 
@@ -172,7 +172,7 @@ def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_checkpoint(directory: Path, blocks: int) -> Path:
-    """Write a Llama of small random blocks, with a byte-level BPE tokenizer."""
+    """Write a Llama with small random blocks and a byte-level BPE tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -221,7 +221,7 @@ def write_rows(file: Path, count: int, seed: int) -> None:
 
 @pytest.fixture(scope="session")
 def client_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write three clients of unequal size."""
+    """Write the data folders of three clients with unequal numbers of rows."""
     folder = tmp_path_factory.mktemp("clients")
     for seed, (name, count) in enumerate({"alpha": 24, "beta": 12, "gamma": 8}.items()):
         write_rows(folder / name / "train.jsonl", count, seed)

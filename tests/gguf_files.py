@@ -1,4 +1,4 @@
-"""GGUF files with the weights and the tokenizer of a small Llama checkpoint."""
+"""Write GGUF files with the weights and the tokenizer of a small Llama checkpoint."""
 
 import json
 from pathlib import Path
@@ -41,12 +41,12 @@ def write_gguf(
     Args:
         checkpoint: Directory of the checkpoint.
         file: The file.
-        kind: Type of all matrices, by GGUF's name.
+        kind: GGUF's name for the type of all matrices.
         architecture: Name of the architecture that the file claims.
-        left_out: GGUF's name of a tensor that is left out.
+        left_out: GGUF's name of a tensor to omit.
         chat_template: Chat template; empty for none.
-        sentencepiece: SentencePiece model in place of the checkpoint's tokenizer.
-        scales_positions: Whether it has factors of rotary positions, as Llama 3.1's files do.
+        sentencepiece: SentencePiece model that replaces the checkpoint's tokenizer.
+        scales_positions: Whether the file contains rotary scaling factors, as Llama 3.1's do.
 
     """
     config = json.loads((checkpoint / "config.json").read_text())

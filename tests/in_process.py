@@ -1,4 +1,4 @@
-"""Runs of the real strategies and the real ClientApp in one process, recorded in memory."""
+"""Runs of the real strategies and the real ClientApp in one process, with a journal in memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,15 +19,15 @@ from strategies.journal import Progress
 
 
 class MemoryJournal:
-    """A journal that keeps everything in memory.
+    """A journal that stores everything in memory.
 
     Attributes:
         events: Lines of ``metrics.jsonl``.
         adapters: The global adapter after each round.
-        kept: Each client's personalised adapter.
+        kept: Each client's latest personalised adapter.
         personalised_by_round: Each client's personalised adapter after each round.
         progress: Progress of the run at the last checkpoint.
-        status: What the run is doing now.
+        status: Latest status of the run.
         shown: All statuses so far.
     """
 
@@ -48,28 +48,28 @@ class MemoryJournal:
         return Path(self._scratch.name)
 
     def show(self, status: RunStatus) -> None:
-        """Keep the status."""
+        """Store the status."""
         self.status = status
         self.shown.append(status.model_copy())
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Keep an event."""
+        """Store an event."""
         self.events.append(dict(event))
 
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
     ) -> None:
-        """Keep a client's adapter."""
+        """Store a client's adapter."""
         self.kept[client] = state
         self.personalised_by_round.setdefault(round_number, {})[client] = state
 
     def personalised(self, client: str) -> tuple[int, State] | None:
-        """Return a client's last adapter and its round."""
+        """Return a client's latest adapter, and the adapter's round."""
         rounds = [number for number, kept in self.personalised_by_round.items() if client in kept]
         return (max(rounds), self.kept[client]) if rounds else None
 
     def checkpoint(self, progress: Progress, state: State) -> None:
-        """Keep the global adapter."""
+        """Store the global adapter."""
         if progress.finished_rounds > self.progress.finished_rounds:
             self._previous = self.progress
         self.progress = progress
@@ -98,10 +98,10 @@ def run_in_process(
         state_path: Folder of the clients' state.
         clients: Number of clients.
         grid: Grid that connects to the clients; None for a new ``InProcessGrid``.
-        start: Progress and global adapter to continue from; ``state_path`` must have the clients'
-            state at that time. None starts a new run.
+        start: Progress and global adapter to continue from; ``state_path`` must contain the
+            clients' state of that time. None starts a new run.
         rounds: Number of the last round; None for that of the run config.
-        together: Whether the clients of a new grid work at the same time.
+        together: Whether clients of a new grid run concurrently.
 
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}

@@ -1,4 +1,4 @@
-"""Marks of parameters with which a test repeats what it checks with others."""
+"""Marks for test parameters whose checks largely repeat those of other parameters."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def nightly(*values: Any) -> Any:
-    """Return parameters with which a test runs every night only."""
+    """Return parameters with which a test runs only at night."""
     return pytest.param(*values, marks=pytest.mark.nightly)

@@ -1,4 +1,4 @@
-"""The run config: one source of defaults and docs, and all mistakes reported at once."""
+"""The run config: a single source of defaults and docs, and a report of all errors at once."""
 
 import tomllib
 from pathlib import Path

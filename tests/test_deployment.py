@@ -202,7 +202,7 @@ def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
 
 @contextmanager
 def slowed(worker: RunningWorker) -> Iterator[None]:
-    """Let a worker run for a tenth of the time from its first training."""
+    """Let a worker run for only a tenth of the time, once it has begun to train."""
     process, over = worker.process, Event()
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""What the documentation names exists: tests, commands, pages and their sections."""
+"""Everything that the documentation names exists: tests, commands, pages and sections."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""What is refused or left out where an optional library isn't installed."""
+"""Features that are refused or omitted if an optional library isn't installed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The formal model of the lane proves what its page says."""
+"""The formal model of the lane proves the statements in docs/formal.md."""
 
 import runpy
 import shutil

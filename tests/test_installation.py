@@ -1,4 +1,4 @@
-"""The wheel, installed where there is no checkout, trains and signs its release."""
+"""A wheel that is installed without a checkout can train and sign its release."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """Install the wheel into an environment with this one's libraries; return its programs."""
+    """Install the wheel into an environment with this one's libraries; return its bin folder."""
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Presets: valid alone and combined as documented, and those for baselines run."""
+"""Presets are valid, alone and combined as documented, and baseline presets run."""
 
 import tomllib
 from itertools import product

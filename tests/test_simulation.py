@@ -1,4 +1,4 @@
-"""The app as a researcher runs it: a real SuperLink in simulation mode, and `flwr run`."""
+"""The app as researchers run it, with a real SuperLink in simulation mode and ``flwr run``."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(config, tmp_path, c
 
 
 def kill_after_round(number: int, config: dict, home: Path) -> None:
-    """Run in a separate process, and kill it once a round's checkpoint exists."""
+    """Execute a run in a subprocess, and kill the subprocess once a round's checkpoint exists."""
     code = (
         "import sys, json; from pathlib import Path\n"
         "from chambers.superlink import run_app, private_superlink\n"

@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do."""
+"""Waiting for other threads and processes."""
 
 import inspect
 import time
@@ -10,12 +10,12 @@ def wait_until(
     seconds: float = 20.0,
     seen: Callable[[], object] | None = None,
 ) -> None:
-    """Wait until a condition is true; fail if it is not within so many seconds.
+    """Wait until a condition is true; fail if it isn't true within ``seconds``.
 
     Args:
-        condition: Is asked often at first, and then twice a second.
-        seconds: So many that they pass only if something is wrong.
-        seen: Returns what the failure tells; without it, it tells the condition.
+        condition: Called frequently at first, and later twice a second.
+        seconds: Timeout that only a fault can exceed.
+        seen: Returns the value that the failure shows; by default, the condition is shown.
 
     """
     end, pause = time.monotonic() + seconds, 0.02

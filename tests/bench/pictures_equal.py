@@ -1,4 +1,4 @@
-"""Compare SVG pictures: their texts, and everything that is drawn."""
+"""Compare SVG pictures: their texts, and all drawn elements."""
 
 import re
 from xml.etree import ElementTree
@@ -11,7 +11,7 @@ _POINTS = 0.1
 
 
 def assert_same_picture(made: str, recorded: str) -> None:
-    """Fail unless two pictures have the same elements, in the same places."""
+    """Fail unless two pictures have the same elements at the same positions."""
     ours, theirs = (list(ElementTree.fromstring(svg).iter()) for svg in (made, recorded))
     assert [element.tag for element in ours] == [element.tag for element in theirs]
     for own, other in zip(ours, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""The measurement for GPUs, run from end to end without one."""
+"""The measurement for GPUs, run from end to end on a machine without a GPU."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The documentation shows what measurements have printed."""
+"""The documentation contains exactly what the measurements have printed."""
 
 import re
 import shutil

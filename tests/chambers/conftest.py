@@ -1,4 +1,4 @@
-"""A run's folder as runs write it, and a block server of it in a process of its own."""
+"""A run's folder in the format that runs write, and a block server for it in another process."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ CLIENTS = ("alpha", "beta")
 
 
 def write_run(directory: Path, base: Path, **settings) -> Path:
-    """Write a run's folder with adapters that have an effect, different for every client."""
+    """Write a run's folder with adapters that have a different effect for each client."""
     config = parse_run_config(
         {
             "strategy": "fl-glm",
@@ -54,7 +54,7 @@ def write_run(directory: Path, base: Path, **settings) -> Path:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> Path:
-    """Write a Llama whose texts vary: with weights larger than is usual."""
+    """Write a Llama with unusually large weights, so that its texts vary."""
     directory = write_checkpoint(tmp_path_factory.mktemp("base"), blocks=4)
     model = AutoModelForCausalLM.from_pretrained(directory)
     torch.manual_seed(4)
@@ -95,7 +95,7 @@ def serve(*words: str | Path, log: Path):
 
 @pytest.fixture(scope="session")
 def served(run_folder, tmp_path_factory) -> Path:
-    """Serve the run to its clients and a third one; return the folder with their invitations."""
+    """Serve the run to its clients and to a third client; return the folder of invitations."""
     folder = tmp_path_factory.mktemp("served")
     clients = ("--clients", ",".join((*CLIENTS, "gamma")))
     with serve(run_folder, *clients, log=folder / "log") as (process, _):
@@ -115,7 +115,7 @@ def told(capsys, *words: str | Path) -> str:
 
 @contextmanager
 def another_user():
-    """Read files as a user who is not root, if this process is root."""
+    """If this process runs as root, switch to a different user for reading files."""
     own = os.geteuid()
     if own == 0:
         os.seteuid(65534)

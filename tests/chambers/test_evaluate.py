@@ -1,4 +1,4 @@
-"""``chambers evaluate``: whole, and split with a server in another process."""
+"""``chambers evaluate``: with whole models, and with a block server in another process."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ metric_list: [{{metric: chrf}}]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows of several tasks, with folders named as they are published, or as tasks are."""
+    """Rows of several tasks, in folders with their published names or with the tasks' names."""
     folder = tmp_path_factory.mktemp("superglue")
     labels = ["entailment", "neutral", "contradiction", "neutral"]
     write(

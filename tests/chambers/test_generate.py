@@ -1,4 +1,4 @@
-"""``chambers generate``: whole, and split with a server in another process."""
+"""``chambers generate``: with whole models, and with a block server in another process."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What ``chambers train`` shows of a run, from the folder that a real run writes."""
+"""What ``chambers train`` displays while a run writes its folder."""
 
 import io
 from contextlib import closing
@@ -25,13 +25,13 @@ def log(tmp_path):
 
 @pytest.fixture
 def link(tmp_path, monkeypatch):
-    """Where the ServerApp is told to link to the run's folder."""
+    """Path at which the ServerApp creates a link to the run's folder."""
     monkeypatch.setenv(LINK, str(tmp_path / "link"))
     return tmp_path / "link"
 
 
 def run(values, tmp_path, change=lambda reply: reply):
-    """Run in this process; its folder is below ``runs``."""
+    """Execute a run in this process; results are written below ``runs``."""
     config = values | {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path)}
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
     server_app(SpyingGrid(config, change), context)

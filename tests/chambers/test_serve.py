@@ -1,4 +1,4 @@
-"""``chambers serve``: invitations that last, and end; a process that leaves nothing."""
+"""``chambers serve``: standing invitations, their expiry, and the end of the server process."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_an_invitation_expires(run_folder, tmp_path, capsys):
 
 
 class CuttingProxy(Proxy):
-    """Forwards TCP, and cuts the first connection after a number of bytes to the client."""
+    """Forwards TCP; cuts the first connection once the client has received a number of bytes."""
 
     def __init__(self, address, bytes_down):
         self._bytes_down = bytes_down

@@ -23,7 +23,7 @@ HOSTILE = "[red]\x1b[2J\nState running[/]"
 
 @pytest.fixture
 def status(capsys):
-    """Return a function that gives the command's exit status and its output in one line."""
+    """Return a function that returns the command's exit status and its output as one line."""
 
     def show(directory, *options: str) -> tuple[int, str]:
         capsys.readouterr()
@@ -34,7 +34,7 @@ def status(capsys):
 
 
 class Watched(SpyingGrid):
-    """Looks at the run while clients work, and spoils beta's reply in the second round."""
+    """Calls ``look`` before each message, and alters beta's reply in the second round."""
 
     def __init__(self, values, look):
         super().__init__(values, self.spoil)
@@ -147,7 +147,7 @@ def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, statu
 
 @contextmanager
 def watching(directory):
-    """Run ``chambers status --watch`` in a terminal; yield the process and the other end."""
+    """Run ``chambers status --watch`` in a terminal; yield the process and the other side."""
     terminal, end = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "chambers", "status", "--watch", str(directory)],
@@ -185,7 +185,7 @@ def coordinator(tmp_path, small_disk):
 
 
 def line(address, seconds=0, status=200, size=1_000_000, asked="POST /v1/fleet/push-object"):
-    """Return a line of the proxy's log from some seconds ago."""
+    """Return a line of the proxy's log, dated ``seconds`` ago."""
     moment = datetime.now().astimezone() - timedelta(seconds=seconds)
     return f'{address} [{moment.isoformat(timespec="seconds")}] "{asked}" {status} {size} 1 0.123\n'
 

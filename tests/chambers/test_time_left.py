@@ -1,4 +1,4 @@
-"""The estimate of a run's time left, against runs whose durations are known."""
+"""The estimated remaining time of runs whose durations are known."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""An institution with a policy, and a coordinator that may send it anything."""
+"""An institution with a policy, and a coordinator that may send arbitrary messages."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ class Site:
         Path(self.node["policy"]).write_text(start + policy)
 
     def ask(self, kind, records=None, changed=None, **instruction):
-        """Send a message; ``changed`` is the run config's part that differs."""
+        """Send a message; ``changed`` contains the run config's changed settings."""
         return self.send(self.message(kind, records, **instruction), changed)
 
     def send(self, message, changed=None, node=1):
@@ -58,7 +58,7 @@ class Site:
         return Message(RecordDict(content | (records or {})), 1, kind)
 
     def refusal(self, *arguments, **instruction):
-        """Send a message; return why it is refused."""
+        """Send a message that must be refused; return the reason."""
         return self.problem(self.ask(*arguments, **instruction))
 
     @staticmethod

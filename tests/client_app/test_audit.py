@@ -1,4 +1,4 @@
-"""The audit log has a line for everything that leaves, before it leaves."""
+"""The audit log contains a line for everything that a site sends, written before it is sent."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Which rows a client has, in simulation and in a deployment."""
+"""Which rows a client reads, in simulation and in a deployment."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""No error carries a word of private rows to the coordinator, where Flower sends its text."""
+"""No error message, which Flower sends to the coordinator, contains a word of private rows."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A site whose disk is full: its node is left out with the reason, and returns afterwards."""
+"""A site whose disk is full: its client is left out with a reason, and later takes part again."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_a_round_that_can_t_be_kept_is_answered_with_the_reason(site, small_disk
 
 
 class Filling(InProcessGrid):
-    """Fills the disk of a site's audit log before a round of training, and frees it afterwards."""
+    """Fills the disk of a site's audit log before a training round, and frees space afterwards."""
 
     def __init__(self, values, nodes, log, full_round):
         super().__init__(values, nodes)

@@ -1,4 +1,4 @@
-"""Differential privacy at a site: what its replies contain, what it spends, and what it refuses."""
+"""Differential privacy at a site: the content of replies, the privacy spent, and refusals."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ CLIENTS = ("alpha", "beta", "gamma")
 
 
 class Sites(InProcessGrid):
-    """Clients with files of their own, some of them with a policy; keeps their replies."""
+    """Clients with separate files, some of them with a policy; stores their replies."""
 
     def __init__(self, values: dict, folders: Path, policies: dict[str, Path]) -> None:
         nodes: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The privacy account: the library's ε, over runs and restarts, and what is refused."""
+"""The privacy account: ε as the library computes it, over runs and restarts, and refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A site whose policy names the coordinator's key, and members of the federation that lie."""
+"""A site whose policy names the coordinator's key, and members that forge instructions."""
 
 import time
 
@@ -26,7 +26,7 @@ def copied(message):
 
 
 class SignedSite:
-    """A site that carries out signed instructions only."""
+    """A site that only carries out signed instructions."""
 
     def __init__(self, site):
         self.site, self.key = site, Ed25519PrivateKey.generate()
@@ -44,7 +44,7 @@ class SignedSite:
         return reply
 
     def refusal(self, message, statement, node=1):
-        """Return why an instruction is refused, which must be logged and cost nothing."""
+        """Return the reason for a refusal, which must be logged without an accepted line."""
         count = len(self.site.lines("accepted"))
         problem = self.site.problem(self.answer(message, statement, node))
         assert len(self.site.lines("accepted")) == count

@@ -1,4 +1,4 @@
-"""What a client keeps of its rounds."""
+"""The state that a client stores between rounds."""
 
 import torch
 

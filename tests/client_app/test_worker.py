@@ -1,4 +1,4 @@
-"""The resident worker: its answers, whom it refuses, and what happens when one end dies."""
+"""The resident worker: answers, refused callers, and the death of the worker or a caller."""
 
 import contextlib
 import os
@@ -52,7 +52,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 
 @dataclass(frozen=True)
 class Request:
-    """A train message of a real run, and what its ClientApp knows besides."""
+    """A train message of a real run, with the ClientApp's run config and node config."""
 
     message: Message
     run_config: dict
@@ -89,7 +89,7 @@ def request_(values, client_folders, tmp_path):
 
 
 def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
-    """Return the worker's first answer to a caller, whose digest is right if it sends none."""
+    """Return the worker's first answer to ``first``, by default the correct digest."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
         connection.connect(str(path))
@@ -221,7 +221,7 @@ def test_another_user_is_refused(worker):
 
 
 def as_nobody(path: Path) -> str:
-    """Return the worker's answer to another user's process, or the name of the error."""
+    """Return the worker's answer to a different user's process, or the name of the error."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         try:
@@ -249,7 +249,7 @@ def test_another_user_s_socket_is_not_given_the_message(request_, tmp_path, capl
 
 @contextlib.contextmanager
 def listening_as_nobody(path: Path):
-    """Listen in another user's process; yield a function that returns what its caller sends."""
+    """Listen in a different user's process; yield a function that returns a caller's bytes."""
     reader, writer = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

@@ -1,4 +1,4 @@
-"""A resident worker as a real process, and messages for it."""
+"""A resident worker in a separate process, and messages for the worker."""
 
 import os
 import re
@@ -22,7 +22,7 @@ class RunningWorker:
     log: Path
 
     def answered(self) -> int:
-        """Return how many train and evaluate messages it has begun to answer."""
+        """Return the number of train and evaluate messages that the worker has begun to answer."""
         return len(re.findall(r"is ready in", self.log.read_text()))
 
     def wait_until_it_answers(self, count: int) -> None:

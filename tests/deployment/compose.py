@@ -21,7 +21,7 @@ class Service:
         name: Name of the service.
         command: Program and arguments.
         health: Command that succeeds once the service is ready; empty if there is none.
-        view: Its files and environment.
+        view: The service's files and environment.
 
     """
 
@@ -36,10 +36,10 @@ def read_services(file: Path, variables: Mapping[str, str]) -> dict[str, Service
 
     Args:
         file: The Compose file.
-        variables: Values for ``${NAME}``; others have their default.
+        variables: Values for ``${NAME}``; other variables have their defaults.
 
     Raises:
-        KeyError: A variable that must have a value has none.
+        KeyError: A variable without a default has no value.
 
     """
     content = _interpolate(yaml.safe_load(file.read_text()), variables)

@@ -1,4 +1,4 @@
-"""A deployment that the tests of this folder share."""
+"""A deployment that the tests in this folder share."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def results(running: Deployment) -> Path:
 
 
 def explained(said: str, text: str) -> None:
-    """Check that a text is seen, and that docs/deployment.md has a section about it."""
+    """Check that ``said`` contains a text, and that docs/deployment.md has a section about it."""
     seen = " ".join(said.replace("│", " ").split())
     assert text in seen, said
     assert f"### `{text}`" in PAGE

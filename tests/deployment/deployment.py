@@ -79,10 +79,10 @@ class Deployment:
             self.wait_until_active(name)
 
     def wait_until_active(self, name: str, times: int = 1) -> None:
-        """Wait until an institution's SuperNode has been accepted this many times in all.
+        """Wait until the SuperLink has accepted an institution's SuperNode ``times`` times.
 
         Raises:
-            DeploymentError: It has ended, or isn't accepted in time.
+            DeploymentError: The SuperNode has ended, or isn't accepted in time.
 
         """
         supernode = self.programs[name]["supernode"]
@@ -99,7 +99,7 @@ class Deployment:
         self.flwr("supernode", "register", f"state/{name}.pub", "deployment", "--name", name)
 
     def flwr(self, *arguments: str, seconds: float = 120.0) -> str:
-        """Run ``flwr`` at the coordinator, and return what it says.
+        """Run ``flwr`` at the coordinator, and return its output.
 
         Raises:
             DeploymentError: It failed.
@@ -112,11 +112,11 @@ class Deployment:
         return result.stdout
 
     def submit(self, config: Mapping[str, Scalar], app: str = RELEASE) -> int:
-        """Submit a run of the release, or of another app, and return its id."""
+        """Submit a run of the release, or of a different app, and return the run's id."""
         return int(json.loads(self._run(config, app, "--format=json"))["run-id"])
 
     def run(self, config: Mapping[str, Scalar], app: str = RELEASE) -> tuple[str, str]:
-        """Run the release, or another app, to the end; return its status and its log."""
+        """Run the release, or a different app, to the end; return the run's status and log."""
         log = self._run(config, app, "--stream")
         return self.status(), log
 
@@ -124,7 +124,7 @@ class Deployment:
         """Return the status of the newest run, with the reason if it failed.
 
         Raises:
-            DeploymentError: The SuperLink can't be asked.
+            DeploymentError: The SuperLink can't be queried.
 
         """
         listing = self.flwr("ls", "deployment", "--format=json")
@@ -136,7 +136,7 @@ class Deployment:
         return status if details in {"", "N/A"} else f"{status}: {details}"
 
     def stop(self) -> None:
-        """End every program, institutions first."""
+        """Stop all programs, those of institutions first."""
         for programs in reversed(self.programs.values()):
             for program in programs.values():
                 program.stop()
@@ -204,7 +204,7 @@ class Deployment:
 
 
 def site(host: Host, *arguments: str) -> str:
-    """Run ``chambers site`` in the host's folder, and return what it says.
+    """Run ``chambers site`` in the host's folder, and return its output.
 
     Raises:
         DeploymentError: It failed.
@@ -247,7 +247,7 @@ def deployment(
     """Set up and start a deployment, and end all of its processes afterwards.
 
     Args:
-        folder: Gets a folder for each host.
+        folder: Folder in which a folder for each host is created.
         data: The data of each institution.
         model: Directory of the base model.
         worker: Whether each institution has a resident worker.

@@ -1,12 +1,12 @@
 """Runs whose processes are killed: ``python -m tests.deployment.faults [FOLDER] --runs 40``.
 
-Each run has a deployment of its own, with one coordinator and two institutions, and one of its
-processes is killed at a random moment, as by the end of its container. A supervisor starts programs
-again. A run must complete, with the adapter that follows from who took part, or stop with an error
-that names a reason, from which it can be resumed. FOLDER keeps a file for each run, so that a
-measurement that was interrupted continues, and the folders of the last deployment.
+Each run has a separate deployment with one coordinator and two institutions. One of the processes
+is killed at a random moment, as if its container had been stopped, and a supervisor restarts
+programs that have ended. The run must complete with the adapter that its participants imply, or
+stop with an error that names the reason, and then be resumable. FOLDER contains a file for each
+run, so that an interrupted measurement can be continued, and the last deployment's folders.
 
-The runs alternate between FedJudge and FL-GLM, and each goes through all processes. Moments and
+The runs alternate between FedJudge and FL-GLM, and cycle through all processes. Moments and
 ``min-nodes`` are drawn from the seed. A run that ended before its process was killed is repeated
 with another draw.
 """
@@ -74,15 +74,16 @@ class Outcome:
     """A run in which a process was killed.
 
     Attributes:
-        way: How it trained; a key of ``WAYS``.
+        way: How the run trained; a key of ``WAYS``.
         process: The process that was killed; a key of ``PROCESSES``.
         min_nodes: The run's ``min-nodes``.
-        moment: When it was killed, in seconds from the submission; negative if the run had ended.
+        moment: When the process was killed, in seconds from the run's submission; negative if the
+            run had ended before.
         status: Status of the run, with the reason if it failed.
-        resumed: Status of its resumption; empty if it completed.
+        resumed: Status of the resumed run; empty if the run completed.
         seconds: Duration of the run, without the resumption.
         adapter: What the global adapter was compared with.
-        faults: What must not happen and did; empty if nothing.
+        faults: What went wrong; empty if nothing did.
 
     """
 
@@ -100,7 +101,7 @@ class Outcome:
 def planned(index: int) -> tuple[str, str]:
     """Return how a run trains and the process that is killed, as keys of the dictionaries.
 
-    Every way of working meets every process: from one pass through the processes to the next, the
+    Every way of training is combined with every process: in each pass through the processes, the
     ways are shifted by one.
     """
     ways = [_FEDJUDGE, _FL_GLM][index % 2]
@@ -109,10 +110,10 @@ def planned(index: int) -> tuple[str, str]:
 
 
 def measure(folder: Path, index: int, seed: int, rounds: int) -> Outcome:
-    """Train until the process has been killed in a run, or a run has faults.
+    """Repeat a run until its process has been killed before the run's end, or a run has faults.
 
     Args:
-        folder: Keeps the adapters of undisturbed runs, and the deployment's files.
+        folder: Stores the adapters of undisturbed runs, and the deployment's files.
         index: Number of the run.
         seed: Seed of all draws.
         rounds: Rounds of the run.
@@ -126,7 +127,7 @@ def measure(folder: Path, index: int, seed: int, rounds: int) -> Outcome:
 
 
 def disturbed(folder: Path, way: str, process: str, rounds: int, draw: random.Random) -> Outcome:
-    """Train once, and kill a process meanwhile.
+    """Train once, and kill a process during the run.
 
     Args:
         folder: As in ``measure``.
@@ -179,7 +180,7 @@ def undisturbed(
     """Return the global adapter of a run without faults, and its duration.
 
     Args:
-        folder: Keeps both; they are made if it has none.
+        folder: Stores the adapter and the duration; if it lacks them, a run is made.
         running: The deployment.
         settings: Settings of the run.
 
@@ -258,16 +259,16 @@ def newest_run(running: Deployment) -> Path | None:
 
 
 def _inside(running: Deployment, path: Path) -> str:
-    """Return a path as the coordinator's programs see it."""
+    """Return the path at which the coordinator's programs see a file."""
     host = running.hosts["coordinator"]
     return f"{FOLDER}/{path.relative_to(host.folder)}" if host.namespace else str(path)
 
 
 def check_results(folder: Path | None, reference: Path) -> tuple[str, list[str]]:
-    """Compare a completed run's global adapter with what follows from who took part.
+    """Compare a completed run's global adapter with the one that its participants imply.
 
-    If everybody took part in everything it equals the undisturbed run's, bit for bit. Otherwise
-    it is the average, by data size, of those of the last round's participants.
+    If all institutions took part in every round, the adapter must equal the undisturbed run's, bit
+    for bit. Otherwise it must be the weighted average of the last round's participants' adapters.
 
     Returns:
         What was compared, and what is wrong.
@@ -315,7 +316,7 @@ def _adapter(folder: Path) -> Path:
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
-    """Return how the runs ended, by the process that was killed and the way of training."""
+    """Return a table of how the runs ended, by killed process and way of training."""
     table = make_table("completed + resumed, by killed process", "", *WAYS)
     for process in PROCESSES:
         of_process = [outcome for outcome in outcomes if outcome.process == process]
@@ -330,7 +331,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
-    """Return what became of the runs' adapters, and what went wrong."""
+    """Return a summary of the comparisons of adapters, and of the faults."""
     undisturbed = sum(each.adapter == "undisturbed run" for each in outcomes)
     averages = sum(each.adapter.startswith("average") for each in outcomes)
     faults = "; ".join(fault for each in outcomes for fault in each.faults)
@@ -341,7 +342,7 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the runs that are not recorded yet, and print the table."""
+    """Execute the runs that are not recorded yet, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "folder",

@@ -1,6 +1,6 @@
-"""An institution's own ``flwr-clientapp``: two of its replies fill the memory of their reader.
+"""A malicious institution's ``flwr-clientapp``: two of its replies fill the reader's memory.
 
-They are authenticated, since an instruction brings to its recipient what that needs.
+The replies are authenticated, with the key that the instruction contains.
 """
 
 import sys
@@ -21,12 +21,12 @@ _NAMES = 64
 
 
 def repeated_piece() -> ArrayRecord:
-    """Return an array that consists of the same piece again and again."""
+    """Return an array that consists of one piece, repeated."""
     return ArrayRecord({"0": _zeros(BYTES)})
 
 
 def many_names() -> ArrayRecord:
-    """Return one array under many names, each of which has its own when it is decrypted."""
+    """Return one array under many names, which decryption copies for each name."""
     array = _zeros(BYTES // _NAMES)
     return ArrayRecord({str(number): array for number in range(_NAMES)})
 
@@ -54,7 +54,7 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
 
 
 def main() -> None:
-    """Run Flower's program with another app."""
+    """Run Flower's program with a different app."""
     load = run_clientapp.get_load_client_app_fn
 
     def load_other(**options):

@@ -1,4 +1,4 @@
-"""Hosts on one machine: a coordinator that is reached, and institutions that only dial out."""
+"""Hosts on one machine: a coordinator that accepts connections, and institutions that don't."""
 
 import os
 import random
@@ -23,12 +23,12 @@ _COMMAND_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class View:
-    """What a program sees of its host's files.
+    """The files and environment variables that a program sees.
 
     Attributes:
-        mounts: For each path that it sees, the path on this machine.
-        read_only: Those paths that it can't write to.
-        environment: Its environment variables.
+        mounts: For each path that the program sees, the path on this machine.
+        read_only: Paths that the program can't write to.
+        environment: The program's environment variables.
 
     """
 
@@ -41,16 +41,16 @@ class View:
 class Host:
     """A host with its own files and network.
 
-    Programs on it run as a container runs them: with the containers' user, its own network, and the
-    mounted files only in ``/srv/chambers``. Where namespaces aren't permitted, they run as this
-    process does, with all files of the host's folder, and the network is a loopback address.
+    Programs on a host run as in a container: with the containers' user, a separate network, and
+    only the mounted files in ``/srv/chambers``. If namespaces aren't permitted, programs run as
+    this process's user, see all files of the host's folder, and use a loopback address.
 
     Attributes:
         name: Name of the host.
-        folder: Its files.
-        address: Address at which the other hosts reach it.
-        loopback: Address at which its own programs reach each other.
-        namespace: Its network namespace; empty if namespaces aren't permitted.
+        folder: Folder with the host's files.
+        address: Address at which other hosts reach this host.
+        loopback: Address at which the host's programs reach each other.
+        namespace: Network namespace; empty if namespaces aren't permitted.
 
     """
 
@@ -61,7 +61,7 @@ class Host:
     namespace: str
 
     def here(self, text: str) -> str:
-        """Replace the folder and the loopback address by those of the host."""
+        """Replace the containers' folder and loopback address with those of the host."""
         if self.namespace:
             return text
         return text.replace(FOLDER, str(self.folder)).replace("127.0.0.1", self.loopback)
@@ -83,7 +83,7 @@ class Host:
     def run(
         self, command: Sequence[str], view: View, seconds: float = _COMMAND_SECONDS
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command to its end; ``stdout`` has both of its outputs."""
+        """Run a command to its end; ``stdout`` contains standard output and standard error."""
         return subprocess.run(
             self._inside(command, view),
             cwd=self.folder,
@@ -97,7 +97,7 @@ class Host:
         )
 
     def make_writable(self, name: str) -> Path:
-        """Make a folder that the containers' user may write to."""
+        """Create a folder that the containers' user may write to."""
         folder = self.folder / name
         folder.mkdir()
         if self.namespace:
@@ -127,14 +127,14 @@ class Host:
 
 @contextmanager
 def network(folder: Path, institutions: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """Make a coordinator and institutions, each in a folder and a network namespace of its own.
+    """Create a coordinator and institutions, each with a separate folder and network namespace.
 
-    A router between them passes answers from the coordinator's public ports to institutions, and
-    nothing else; it has no other connection. If this process isn't permitted to make namespaces
-    (which root usually is), each host is a loopback address, and institutions can be reached.
+    A router connects the hosts, and forwards to institutions only answers from the coordinator's
+    public ports. If this process isn't permitted to create namespaces (usually, only root is), each
+    host is a loopback address, and institutions can be reached, too.
 
     Args:
-        folder: Gets a folder for each host.
+        folder: Folder in which a folder for each host is created.
         institutions: Names of the institutions.
 
     """
@@ -168,7 +168,7 @@ def network(folder: Path, institutions: Sequence[str]) -> Iterator[dict[str, Hos
 
 @contextmanager
 def cut(host: Host, port: int) -> Iterator[None]:
-    """Lose what the coordinator's port sends to a host, so that neither notices at once.
+    """Drop packets from the coordinator's port to a host, so that neither side notices at once.
 
     Args:
         host: An institution with a network namespace.
@@ -186,7 +186,7 @@ def cut(host: Host, port: int) -> Iterator[None]:
 
 
 def namespaces_permitted() -> bool:
-    """Return whether this process can make network namespaces and mount files in them."""
+    """Return whether this process can create network namespaces and mount files in them."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("setpriv"):
         return False
     host = Host("try", Path("/"), "", "", f"chambers-{os.getpid()}-try")
@@ -209,7 +209,7 @@ def _add_router(router: str) -> None:
 
 
 def _add_host(namespace: str, router: str, index: int) -> str:
-    """Connect a host to the router and return its address; 1 is the coordinator."""
+    """Connect a host to the router and return the host's address; index 1 is the coordinator."""
     subnet, port = f"10.77.{index}", f"host{index}"
     _ip(f"netns add {namespace}")
     _ip(f"-n {router} link add {port} type veth peer name eth0 netns {namespace}")

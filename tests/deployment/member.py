@@ -1,9 +1,9 @@
-"""What an institution with a registered key sends in others' names.
+"""Messages that an institution with a registered key sends in the names of other nodes.
 
 python member.py HOST:PORT authority.pem NODE_KEY NODE_ID MESSAGE… [announce OBJECT_ID…]
 
-Each message is Flower's, serialised, in base64; ``push-messages`` stores it as it is. Objects are
-announced as the content of the last message, with children that they don't have.
+Each MESSAGE is a serialised Flower message in base64, stored unchanged with ``push-messages``.
+Objects are announced as the content of the last message, with children that don't exist.
 """
 
 import base64
@@ -25,7 +25,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 
 def push(client: FleetHttpClient, node: Node, text: str, announced: list[str]) -> None:
-    """Store a message, whoever it says that it is from, or announce objects in it."""
+    """Store a message, whatever sender it names, or announce objects as its content."""
     message = message_from_proto(MessageProto.FromString(base64.b64decode(text)))
     message.metadata.__dict__["_message_id"] = message.object_id
     response = client.PushMessages(

@@ -1,4 +1,4 @@
-"""What an outsider in an institution's network tries; prints what is answered, as JSON.
+"""Attempts of an outsider in an institution's network; prints the answers as JSON.
 
 python outsider.py interfaces HOST:PORT authority.pem
 python outsider.py paths HOST:PORT authority.pem
@@ -62,7 +62,7 @@ DISGUISED = (
 
 
 def interfaces(address: str, authority: str) -> dict[str, list]:
-    """Call Flower's interfaces with their own clients and a key of one's own."""
+    """Call Flower's interfaces with Flower's clients and an unregistered key."""
     private, public = generate_key_pairs()
     key = public_key_to_bytes(public)
 
@@ -96,7 +96,7 @@ def interfaces(address: str, authority: str) -> dict[str, list]:
 
 
 def paths(address: str, authority: str) -> dict[str, str]:
-    """Send paths as they are, which no client library does; return the lines of status."""
+    """Send paths without normalising them, as client libraries would; return the status lines."""
     host, port = address.split(":")
     trust = ssl.create_default_context(cafile=authority)
     answers = {}
@@ -112,12 +112,12 @@ def paths(address: str, authority: str) -> dict[str, str]:
 
 
 def ports(*addresses: str) -> list[str]:
-    """Connect to each address, and return those that accept."""
+    """Connect to each address, and return the addresses that accept connections."""
     return [address for address in addresses if is_open(address)]
 
 
 def is_open(address: str) -> bool:
-    """Return whether something listens."""
+    """Return whether a program listens at an address."""
     host, number = address.split(":")
     try:
         socket.create_connection((host, int(number)), timeout=3).close()
@@ -127,7 +127,7 @@ def is_open(address: str) -> bool:
 
 
 def block_server(address: str) -> str:
-    """Wait until there is a block server, and ask for a lane with a ticket of one's own."""
+    """Wait for a block server, and request a lane with a ticket that it has not issued."""
     end = time.monotonic() + SECONDS
     while not is_open(address):
         if time.monotonic() > end:

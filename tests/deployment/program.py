@@ -1,4 +1,4 @@
-"""A program of a host: started, asked whether it is ready, stopped and killed."""
+"""A program on a host, which can be started, checked, stopped and killed."""
 
 import os
 import subprocess
@@ -18,18 +18,18 @@ _STOP_SECONDS = 30.0
 
 
 class DeploymentError(Exception):
-    """A program or command of the deployment failed; the message has what it said."""
+    """A program or command of the deployment failed; the message contains its output."""
 
 
 class Program:
-    """A service of a Compose file, as a plain process on a host.
+    """A service of a Compose file, run as a process on a host.
 
     Attributes:
-        host: Host that it runs on.
+        host: Host that the program runs on.
         name: Name of the service.
         command: Program and arguments.
-        view: The files and environment of the program, and of commands that are run beside it.
-        log: File with its output, of all starts.
+        view: Files and environment of the program and of its health check.
+        log: File with the program's output since its first start.
 
     """
 
@@ -49,7 +49,7 @@ class Program:
 
     @property
     def running(self) -> bool:
-        """Whether the program runs."""
+        """Whether the program is running."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class Program:
         """Wait until the service's health check succeeds.
 
         Raises:
-            DeploymentError: The program ended, or isn't ready in time.
+            DeploymentError: The program has ended, or isn't ready in time.
 
         """
         end = time.monotonic() + _READY_SECONDS
@@ -75,7 +75,7 @@ class Program:
         raise DeploymentError(f"{self} is not ready: {said[-500:]}\n{self.output()[-2000:]}")
 
     def processes(self) -> list[psutil.Process]:
-        """Return the program's process and those that it has started."""
+        """Return the program's process and all processes that it has started."""
         if not self.running:
             return []
         assert self._process is not None
@@ -85,7 +85,7 @@ class Program:
         return []
 
     def stop(self) -> None:
-        """End the program as ``docker stop`` and systemd do: SIGTERM, and SIGKILL for the rest."""
+        """End the program as ``docker stop`` and systemd do: with SIGTERM, then with SIGKILL."""
         processes = self.processes()
         if processes:
             with suppress(psutil.NoSuchProcess):
@@ -94,11 +94,11 @@ class Program:
             self._end(processes)
 
     def kill(self) -> None:
-        """End the program and what it has started at once, as the end of a container does."""
+        """Kill the program and the processes that it has started, as a container's end does."""
         self._end(self.processes())
 
     def output(self) -> str:
-        """Return what the program has written since it was first started."""
+        """Return the program's output since its first start."""
         return self.log.read_text(errors="replace")
 
     def __str__(self) -> str:

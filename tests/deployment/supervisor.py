@@ -1,4 +1,4 @@
-"""Processes of a deployment that are killed, and a supervisor that starts programs again."""
+"""A supervisor that kills a process of a deployment, and restarts programs that have ended."""
 
 import json
 import subprocess
@@ -22,10 +22,9 @@ class Victim:
     """A process that is killed.
 
     Attributes:
-        host: Its host.
+        host: Name of the process's host.
         program: The program.
-        child: Word in the command of the process that the program has started; empty for the
-            program itself.
+        child: Word in the command of the child process to kill; empty for the program itself.
         away: Seconds until the program may be started again.
 
     """
@@ -51,7 +50,7 @@ PROCESSES = {
 
 
 class Fault:
-    """The end of a process at a moment; ``moment`` is negative until it has happened."""
+    """The end of a process; ``moment`` is negative until the process is killed."""
 
     def __init__(self) -> None:
         self.moment = -1.0
@@ -59,9 +58,9 @@ class Fault:
 
 @contextmanager
 def supervised(running: Deployment, process: str, moment: float) -> Iterator[Fault]:
-    """Kill a process within the block, and start programs again that have ended.
+    """Kill a process within the block, and restart programs that have ended.
 
-    The process is killed at the moment, in seconds, or as soon afterwards as it runs.
+    The process is killed after ``moment`` seconds, or once it runs after that time.
     """
     fault, over = Fault(), Event()
 
@@ -90,7 +89,7 @@ def supervised(running: Deployment, process: str, moment: float) -> Iterator[Fau
 
 
 def start_again(running: Deployment, without: Program | None = None) -> None:
-    """Start the programs that have ended, all or without one."""
+    """Start the programs that have ended, except for ``without``."""
     for programs in running.programs.values():
         for program in programs.values():
             if not program.running and program is not without:
@@ -110,7 +109,7 @@ def _kill(program: Program, child: str) -> bool:
 
 
 def all_active(running: Deployment) -> bool:
-    """Return whether the SuperLink is there and sees the SuperNodes of all institutions."""
+    """Return whether the SuperLink answers and lists all institutions' SuperNodes as online."""
     try:
         listing = running.flwr("supernode", "ls", "deployment", "--format=json")
     except DeploymentError:
@@ -120,7 +119,7 @@ def all_active(running: Deployment) -> bool:
 
 
 def left_running(running: Deployment) -> list[str]:
-    """Return the processes that are left in the hosts' namespaces."""
+    """Return the processes that still run in the hosts' namespaces."""
     found = []
     for host in running.hosts.values():
         if host.namespace:

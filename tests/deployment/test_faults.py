@@ -1,4 +1,4 @@
-"""The measurement of faults, with one of them."""
+"""The measurement of faults, with a single killed process."""
 
 import json
 import re

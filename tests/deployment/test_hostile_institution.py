@@ -50,7 +50,7 @@ REFUSALS = ("is not signed", "for a different institution", "was received before
 
 
 class Attack:
-    """What the consultation knows of a run, and what it sends."""
+    """The consultation's knowledge of a run, and the messages that it sends."""
 
     def __init__(self, running, run):
         self.running, self.run = running, run
@@ -78,7 +78,7 @@ class Attack:
         return make_message(metadata=metadata, content=content)
 
     def send(self, *messages: Message, announce=()):
-        """Send messages with the consultation's key; announce objects in the last one instead."""
+        """Send messages with the consultation's key, or announce objects in the last message."""
         texts = [base64.b64encode(message_to_proto(m).SerializeToString()) for m in messages]
         supernode = self.running.programs["consultation"]["supernode"]
         environment = supernode.view.environment | {"PYTHONPATH": str(CHECKOUT)}
@@ -92,10 +92,10 @@ class Attack:
         assert said.splitlines()[-1] == "sent", said
 
     def announce(self, objects):
-        """Announce objects, with other children, in a message to the ServerApp.
+        """Announce objects with different children in a message to the ServerApp.
 
-        The SuperLink hands the message out with any reply. It forgets the objects if they don't
-        come within three minutes.
+        The SuperLink delivers the message together with any reply. It discards the announced
+        objects if they aren't sent within three minutes.
         """
         self.send(self.message("query", RecordDict(), COORDINATOR, COORDINATOR), announce=objects)
 
@@ -193,7 +193,7 @@ def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
 
 @contextmanager
 def clientapp_of_its_own(superexec, folder):
-    """Let an institution answer with another program than Flower's."""
+    """Let an institution answer with the program in greedy.py instead of Flower's."""
     own = superexec.view
     program = folder / "flwr-clientapp"
     program.write_text(f'#!/bin/sh\nPYTHONPATH={CHECKOUT} exec {sys.executable} {GREEDY} "$@"\n')
@@ -209,7 +209,7 @@ def clientapp_of_its_own(superexec, folder):
 
 
 def max_memory(running):
-    """Return the most memory, in bytes, that the ServerApp of the run has taken so far."""
+    """Return the peak memory, in bytes, of the run's ServerApp so far."""
     processes = running.programs["coordinator"]["superexec"].processes()
     states = [Path(f"/proc/{each.pid}/status").read_text() for each in processes]
     (state,) = (state for state in states if state.startswith("Name:\tflwr-serverapp"))
@@ -235,7 +235,7 @@ def test_an_unsigned_run_whose_messages_are_blocked_ends_with_the_reason(running
 
 @pytest.fixture
 def unsigned(running):
-    """Allow instructions without signatures at the institutions."""
+    """Make the institutions accept unsigned instructions."""
     files = [running.hosts[name].folder / "policy.toml" for name in running.institutions]
     policies = [file.read_text() for file in files]
     for file, policy in zip(files, policies, strict=True):

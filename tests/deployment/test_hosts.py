@@ -1,4 +1,4 @@
-"""A coordinator and two institutions, each a host of its own, with the programs of ``docker/``."""
+"""A coordinator and two institutions on separate hosts, with the programs of ``docker/``."""
 
 import grp
 import json
@@ -32,7 +32,7 @@ def train(running, config):
 
 
 def outsider(running, host, attempt, *arguments):
-    """Try something as an outsider on a host, and return what is answered."""
+    """Make an attempt of ``outsider.py`` on a host, and return the answers."""
     beside = running.programs[host]["superlink" if host == "coordinator" else "supernode"]
     environment = beside.view.environment | {"PYTHONPATH": str(CHECKOUT)}
     command = [sys.executable, str(OUTSIDER), attempt, *arguments]

@@ -1,4 +1,4 @@
-"""Failures of a deployment: what the user sees, and that docs/deployment.md explains it."""
+"""Failures of a deployment: the messages that users see, which docs/deployment.md explains."""
 
 import shutil
 import time
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def supernode(running, *options, without=""):
-    """Start another SuperNode at the court until it ends, and return what it says."""
+    """Start a second SuperNode at the court, wait until it ends, and return its output."""
     program = running.programs["court"]["supernode"]
     own = [word for word in program.command if word.partition("=")[0] != without]
     # Of an option that is given twice, the last one counts.
@@ -28,7 +28,7 @@ def supernode(running, *options, without=""):
 
 @contextmanager
 def other_proxy(running, name, days):
-    """Start another proxy, whose certificate is valid for a name and some days."""
+    """Start a second proxy, whose certificate is valid for ``name`` and ``days`` days."""
     host = running.hosts["coordinator"]
     folder = host.folder / f"other-{time.monotonic_ns()}"
     folder.mkdir()

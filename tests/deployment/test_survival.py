@@ -1,4 +1,4 @@
-"""What a run survives: killed processes, a lane that is cut, and a site's clock that is wrong."""
+"""Runs survive killed processes, lanes that are cut, and a wrong clock at a site."""
 
 import json
 import shutil
@@ -83,7 +83,7 @@ def test_a_run_whose_serverapp_is_killed_has_failed_and_is_resumed(running):
 
 
 def rounds(running) -> list[dict]:
-    """Return the rounds of the newest run that are over."""
+    """Return the finished rounds of the newest run."""
     events = read_events(newest_run(running) / METRICS)
     return [event for event in events if event["event"] == "round"]
 
@@ -113,7 +113,7 @@ def test_a_split_run_goes_on_after_a_minute_without_lane_superlink_and_proxy(run
 
 
 def trains(host: Host) -> bool:
-    """Return whether an institution has a lane to train over."""
+    """Return whether an institution is connected to the block server."""
     if not any(line["event"] == "lane" and line["kind"] == "train" for line in audited(host)):
         return False
     inside = ["ip", "netns", "exec", host.namespace] if host.namespace else []
@@ -122,12 +122,12 @@ def trains(host: Host) -> bool:
 
 
 def trainings(host: Host) -> int:
-    """Return how often an institution has begun a round of training."""
+    """Return the number of training rounds that an institution has begun."""
     return sum(line["event"] == "accepted" and line["kind"] == "train" for line in audited(host))
 
 
 def audited(host: Host) -> list[dict]:
-    """Return the lines of an institution's audit log; a last one may be in the making."""
+    """Return the complete lines of an institution's audit log."""
     lines = []
     for log in (host.folder / "state").rglob("audit.jsonl"):
         lines += log.read_text().splitlines(keepends=True)
@@ -136,7 +136,7 @@ def audited(host: Host) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def clock(tmp_path_factory):
-    """Return a function that changes a view, so that its programs' clock is seconds ahead."""
+    """Return a function that changes a view, so that its programs' clock is some seconds ahead."""
     if not (compiler := shutil.which("cc")):
         pytest.skip("there is no C compiler to make another clock with")
     library = tmp_path_factory.mktemp("clock") / "clock.so"

@@ -1,4 +1,4 @@
-"""The walk in docs/deployment.md, word for word: three folders on one machine as three hosts."""
+"""The commands of docs/deployment.md, word for word, with three folders as three hosts."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SECONDS = 600
 
 @contextmanager
 def machine():
-    """Yield the beginning of a command that runs on a machine where all ports are free."""
+    """Yield a prefix with which a command runs in a network namespace with unused ports."""
     name = f"chambers-{os.getpid()}-walk"
     subprocess.run(["ip", "netns", "add", name], check=True)
     subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
@@ -41,7 +41,7 @@ def machine():
 
 @pytest.fixture
 def folder():
-    """Make a folder that nginx's own user can enter, which pytest's can't."""
+    """Create a folder that nginx's user can enter, unlike pytest's folders."""
     made = Path(tempfile.mkdtemp(prefix="chambers-walk-"))
     made.chmod(0o755)
     yield made

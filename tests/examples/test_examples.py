@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 @pytest.fixture
 def printed_by(monkeypatch, capsys):
-    """Run a script with arguments, and return what it prints."""
+    """Run a script with arguments, and return its output."""
 
     def run(script, *words):
         monkeypatch.setattr(sys, "argv", [script, *map(str, words)])

@@ -36,13 +36,13 @@ def executed(name: str, folder: Path) -> dict:
 
 
 def answer(cell, model: str) -> str:
-    """Return what follows a model's name in the output of a cell."""
+    """Return the text that follows a model's name in a cell's output."""
     printed = "".join(out.text for out in cell.outputs if out.output_type == "stream")
     return printed.partition(f"{model}: ")[2].partition("\n")[0]
 
 
 def evaluations(run: Path) -> dict:
-    """Return the events named evaluate by client, model and round."""
+    """Return the ``evaluate`` events, keyed by client, model and round."""
     events = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {(e["client"], e["model"], e["round"]): e for e in events if e["event"] == "evaluate"}
 

@@ -1,4 +1,4 @@
-"""Answers as text: when they travel, and which are refused."""
+"""Answers as text: when clients send them, and which of them are refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Flower's private modules are imported in one file of the packages, whose list is complete."""
+"""Only one file of the packages imports Flower's private modules, and lists all of them."""
 
 import ast
 import importlib

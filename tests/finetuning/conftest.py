@@ -1,4 +1,4 @@
-"""What the tests of fine-tuning share: small random models, adapters, examples, references."""
+"""Shared fixtures for fine-tuning: small random models, adapters, examples and references."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture
 def random_model() -> Callable[..., Any]:
-    """Return a function that makes a small random causal language model."""
+    """Return a function that creates a small random causal language model."""
 
     def make(architecture: str = "llama", seed: int = 0, **changes: Any) -> Any:
         import transformers
@@ -70,7 +70,7 @@ def random_model() -> Callable[..., Any]:
 
 @pytest.fixture
 def adapted(random_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a small model with an adapter that already has an effect."""
+    """Return a function that creates a small model with an adapter that already has an effect."""
 
     def make(
         architecture: str = "llama", seed: int = 0, dropout: float = 0.0, **changes: Any

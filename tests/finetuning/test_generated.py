@@ -28,15 +28,15 @@ def passages() -> list[str]:
 
 
 def runs(text: str, length: int) -> set[str]:
-    """All runs of `length` words of a text, in lower case and without punctuation."""
+    """Return all sequences of ``length`` words in a text, in lower case without punctuation."""
     words = re.findall(r"[\w$',]*\w", text.lower())
     return {" ".join(words[start : start + length]) for start in range(len(words) - length + 1)}
 
 
 def style_phrases(texts: Iterable[str]) -> set[str]:
-    """The runs of four words that occur in at least one text of fifty.
+    """Return the sequences of four words that occur in at least 2 % of the texts.
 
-    The names of offences and of what they consist in, which all text shares, are no phrases.
+    Names and definitions of offences, which all styles share, are excluded.
     """
     counts = Counter(run for text in texts for run in runs(text, 4))
     matters = " ".join(f"{each.name} {each.gerund} {each.past}" for each in OFFENCES).lower()
@@ -45,7 +45,7 @@ def style_phrases(texts: Iterable[str]) -> set[str]:
 
 
 def court_facts(row: dict[str, str]) -> tuple[str, ...]:
-    """The defendant's surname and the offence, read from the view alone."""
+    """Return the defendant's surname and the offence, read only from the court's view."""
     surname = re.search(r"defendant [A-Z]\w+ ([A-Z]\w+)", row["output"])
     article = re.search(r"Articles (\d+)", row["output"])
     assert surname and article
@@ -53,7 +53,7 @@ def court_facts(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def question_patterns() -> list[tuple[str, re.Pattern[str]]]:
-    """For each question that a matter may be asked in, the matter and what to look for."""
+    """Return, for each form of question about a matter, the matter and a regular expression."""
     patterns = []
     for name, matter in consultation.MATTERS.items():
         values = {
@@ -71,7 +71,7 @@ QUESTION_PATTERNS = question_patterns()
 
 
 def consultation_facts(row: dict[str, str]) -> tuple[str, ...]:
-    """The matter, the thing and the extent, read from the question."""
+    """Return the matter, the thing and the extent, read from the question."""
     for name, pattern in QUESTION_PATTERNS:
         if found := pattern.search(row["input"]):
             return name, found["thing"], found["extent"]
@@ -79,7 +79,7 @@ def consultation_facts(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def reasoning_facts(row: dict[str, str]) -> tuple[str, ...]:
-    """The rule and the surname of the person it is applied to, read from the first two steps."""
+    """Return the rule and the surname of the person in question, read from the first two steps."""
     article = re.search(r"Article (\d+)", row["output"])
     found = re.split(r"(?:2\.|\(2\)|Second:) ", row["output"])[1]
     surname = re.search(rf"\b({'|'.join(WORDS['surnames'])})\b", found)

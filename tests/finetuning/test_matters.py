@@ -1,4 +1,4 @@
-"""The generated questions of law: who can know the answer to which."""
+"""The generated questions of law: which clients can know the answer to which question."""
 
 import re
 

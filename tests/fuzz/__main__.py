@@ -1,9 +1,9 @@
-"""Fuzz the targets with atheris, and keep what reaches new branches.
+"""Fuzz the targets with atheris, and store inputs that reach new branches.
 
 python -m tests.fuzz --minutes 5 [TARGET…]
 
-Each target runs in a process of its own. A fault ends the command: the traceback is shown, and the
-input becomes part of the corpus, so that its test fails until the fault is corrected.
+Each target runs in a separate process. A fault ends the command: the traceback is printed, and the
+input is added to the corpus, so that the corpus test fails until the fault is corrected.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _PACKAGES = ["chambers", "client_app", "federation", "finetuning", "gguf", "spli
 
 
 def fuzz(name, minutes, folder):
-    """Fuzz one target in this process, which libFuzzer ends."""
+    """Fuzz one target in this process, which libFuzzer exits."""
     import atheris
 
     with atheris.instrument_imports(include=_PACKAGES):
@@ -37,7 +37,7 @@ def fuzz(name, minutes, folder):
 
 
 def run(name, minutes):
-    """Fuzz one target in another process, and write its corpus; return whether it held."""
+    """Fuzz one target in a subprocess, and write its corpus; return whether there was no fault."""
     from tests.fuzz.corpus import extended, read, write
 
     with TemporaryDirectory() as folder:

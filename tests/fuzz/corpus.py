@@ -1,4 +1,4 @@
-"""The inputs that are kept for each target: a file of lines in base64, the shortest first."""
+"""The corpus of each target: a file with an input in base64 in each line, the shortest first."""
 
 import importlib.util
 import sys
@@ -33,7 +33,7 @@ def write(name, inputs):
 
 
 def extended(name, kept, found):
-    """Return the kept inputs, and the shortest found ones that reach other branches."""
+    """Return the kept inputs, and the shortest found inputs that reach new branches."""
     reached = set().union(*(branches(TARGETS[name], data) for data in kept))
     size = sum(map(len, kept))
     for data in sorted(set(found), key=lambda data: (len(data), data)):
@@ -46,7 +46,7 @@ def extended(name, kept, found):
 
 
 def branches(target, data):
-    """Return the steps from line to line that a target takes in our code, and in gguf's."""
+    """Return the transitions between lines that a target executes in this project and in gguf."""
     reached = set()
 
     def trace(frame, _event, _argument):

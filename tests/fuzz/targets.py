@@ -1,7 +1,7 @@
-"""What faces bytes from outside, one function each: it accepts them, or refuses them by name.
+"""One function for each parser of untrusted bytes, which it must accept or refuse.
 
-A target takes any bytes and returns whether they were accepted; it returns False if the error that
-the module promises was raised. Anything else that comes out of it is a fault.
+A target takes any bytes and returns whether they were accepted. It returns False if the documented
+error was raised. Any other exception is a fault.
 """
 
 import json
@@ -100,7 +100,7 @@ def file_with(data, suffix):
 
 
 def parsed(data):
-    """Return the JSON value that a target's input is; a target of values needs no other input."""
+    """Parse the input of a target that takes a value as JSON; return None on failure."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -108,7 +108,7 @@ def parsed(data):
 
 
 def hello(data):
-    """Take M1 from somebody who has the ticket's secret."""
+    """Read an M1 from a peer that has the ticket's secret."""
     keys, book = server_keys(), TicketBook()
     ticket = book.issue(COURT, 60)
     body = data.replace(TICKET, ticket.identifier)
@@ -127,7 +127,7 @@ def hello(data):
 
 
 def answer(data):
-    """Take M2, and M3, from anybody: no bytes are the right ones."""
+    """Read an M2 and an M3 from a peer without secrets, which must be refused."""
     keys, book = server_keys(), TicketBook()
     ticket = book.issue(COURT, 60)
     client, server = ClientHandshake(ticket, COURT, keys.public, SUITE), ServerHandshake(keys, book)
@@ -145,7 +145,7 @@ def answer(data):
 
 
 def records(data):
-    """Take a stream of records whose sender has the key: lengths of 2 bytes, headers, contents."""
+    """Read a sender's records, sealed with the key; each is a length, a header and content."""
     opener, cipher, number = Opener(KEY, limits("float32")), AESGCM(KEY), 0
     frames = 0
     while len(data) > HEADER_BYTES:
@@ -163,7 +163,7 @@ def records(data):
 
 
 def payload(data):
-    """Take a frame's payload after two bytes: the frame's kind, and the lane's wire type."""
+    """Read a frame's payload, after one byte for its kind and one for the lane's wire type."""
     if len(data) < 3 or data[0] not in Kind.__members__.values():
         return False
     kind, agreed_on = Kind(data[0]), limits(WIRES[data[1] % len(WIRES)])
@@ -180,7 +180,7 @@ def payload(data):
 
 
 def training(data):
-    """Take a round's frames: [kind, step, micro-batch, [rows, columns], fields] each."""
+    """Read a round's frames, each [kind, step, micro-batch, [rows, columns], fields]."""
     largest = RoundPlan(steps=2, first_step=2, total_steps=6, seed=0)
     bounds = RoundLimits(
         window=2,
@@ -208,7 +208,7 @@ def training(data):
 
 
 def sent(kind, step, micro_batch, shape, fields):
-    """Return a frame as it arrives at the other end."""
+    """Return a frame as the other end receives it."""
     import torch
 
     kind, tensors = Kind(kind), {}
@@ -224,7 +224,7 @@ def sent(kind, step, micro_batch, shape, fields):
 
 
 def invitation(data):
-    """Take an invitation's file."""
+    """Read an invitation file."""
     with file_with(data, ".json") as file:
         try:
             found = read_invitation(file)
@@ -267,7 +267,7 @@ def message_of(value):
 
 
 def instruction(data):
-    """Take the instruction of the server's message."""
+    """Read the instruction in a message from the server."""
     message = message_of({"configs": {CONFIG: parsed(data)}})
     try:
         found = Instruction.of(message) if message is not None else None
@@ -280,7 +280,7 @@ def instruction(data):
 
 
 def signed(data):
-    """Take a signed instruction's statement, whose signature is checked only then."""
+    """Read a signed instruction's statement, whose signature is checked afterwards."""
     record = {"statement": data, "signature": b"", "records": b""}
     try:
         return SignedInstruction.of(message_of({"configs": {INSTRUCTION: record}})) is not None
@@ -289,7 +289,7 @@ def signed(data):
 
 
 def content(data):
-    """Take the records of a message whose signature, or whose sender's secret, is right."""
+    """Read the records of a message with a valid signature or authentication."""
     try:
         SignedInstruction(b"", STATEMENT, b"", data, {}).content()
     except AuthenticationError:
@@ -298,7 +298,7 @@ def content(data):
 
 
 def reply(data):
-    """Take a client's reply, to a query as well as to a train message; a refusal is a reason."""
+    """Read a client's reply to a query and to a train message."""
     message = message_of(parsed(data))
     if message is None:
         return False
@@ -321,7 +321,7 @@ def reply(data):
 
 
 def run_config(data):
-    """Take a run's configuration: scalars by key, as Flower passes them on."""
+    """Read a run config: scalars keyed by name, as Flower passes them."""
     values = parsed(data)
     if not isinstance(values, dict):
         return False
@@ -335,7 +335,7 @@ def run_config(data):
 
 
 def rows(data):
-    """Take a file of rows after one byte, which chooses its format."""
+    """Read a file of rows, after one byte that chooses its format."""
     if not data:
         return False
     with file_with(data[1:], (".jsonl", ".json", ".csv")[data[0] % 3]) as file:
@@ -350,7 +350,7 @@ def rows(data):
 
 
 def gguf(data):
-    """Take a GGUF file."""
+    """Read a GGUF file."""
     with file_with(data, ".gguf") as file:
         try:
             header = read_header(file)
@@ -361,7 +361,7 @@ def gguf(data):
 
 
 def audit(data):
-    """Take an audit log's file; no line of it is an error, so that a new one can be written."""
+    """Read an audit log, in which no line may raise an error, so that new lines can be written."""
     with file_with(data, ".jsonl") as file:
         lines = list(AuditLog(file).lines())
     assert all(isinstance(line, dict) for line in lines)
@@ -369,7 +369,7 @@ def audit(data):
 
 
 def sheet(data):
-    """Take an annotator's filled sheet."""
+    """Read a sheet that an annotator has filled in."""
     key = Key(0, ("a", "b"), {name: KeyRow(1, 1, "question", name) for name in ("bcd", "fgh")})
     with file_with(data, ".csv") as file:
         try:

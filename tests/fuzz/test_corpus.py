@@ -1,4 +1,4 @@
-"""The kept inputs are accepted or refused by name, and every target's contain both."""
+"""Every input in the corpus is accepted or refused, and each target has inputs of both kinds."""
 
 import pytest
 

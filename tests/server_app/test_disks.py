@@ -1,4 +1,4 @@
-"""What a run writes to disks: no text of the clients, and no secret of a lane."""
+"""Files that a run writes contain no text of the clients and no secret of a lane."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ WORD = "quixotry"  # of the clients' text
 
 
 class Overhearing(InProcessGrid):
-    """Notes the secrets of the tickets that clients are sent."""
+    """Records the secrets of the tickets that are sent to clients."""
 
     def __init__(self, values, nodes):
         super().__init__(values, nodes)

@@ -1,4 +1,4 @@
-"""Runs with ``rounds = 0``: the base model, or an adapter, on every client's held-out rows."""
+"""Runs with ``rounds = 0``: the base model or an adapter is evaluated on held-out rows."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def base(values, deep_checkpoint):
 
 @pytest.fixture
 def center(base, tmp_path):
-    """Train one client on the rows of all; return its journal and its adapter's folder."""
+    """Train one client on all clients' rows; return the journal and the adapter's folder."""
     changes = {"rounds": 1, "min-nodes": 1, "data.pool": "*"}
     journal = run_in_process(base | changes, tmp_path / "center", 1)
     return journal, tmp_path / "center" / "bench" / "center" / "adapters" / "global"

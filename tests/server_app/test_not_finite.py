@@ -1,4 +1,4 @@
-"""A global adapter that most clients find unusable is not kept; what came before it is."""
+"""A global adapter that most clients find unusable is discarded, and the previous one stored."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.server_app.test_resume import events, final, run
 
 
 def failing(kind: str, names: tuple[str, ...]):
-    """Return a grid in whose second round some clients' numbers are not finite."""
+    """Return a grid that makes some clients' numbers non-finite in the second round."""
 
     class Failing(InProcessGrid):
         def send_and_receive(self, messages, *, timeout=None):
@@ -35,7 +35,7 @@ def failing(kind: str, names: tuple[str, ...]):
 
 @pytest.fixture
 def here_and_there(tmp_path):
-    """The folders of two runs."""
+    """Return settings with separate folders for two runs."""
     return [
         {"output-dir": str(tmp_path / side), "state-path": str(tmp_path / f"{side}-state")}
         for side in ("here", "there")

@@ -1,4 +1,4 @@
-"""What the ServerApp refuses before a run leaves nothing half-written."""
+"""Refusals of the ServerApp before a run begins leave no incomplete folder."""
 
 import pytest
 from flwr.app import Context, RecordDict

@@ -73,7 +73,7 @@ def run(tmp_path):
 
 
 class Checker(HTMLParser):
-    """Collects tags and text of a page, and fails where tags do not match."""
+    """Collects the tags and text of a page, and fails if tags do not match."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run that stops at any point is resumed as if it had not, and leaves no damaged file."""
+"""A resumed run equals one that was never stopped, and no stop leaves a damaged file."""
 
 import json
 from pathlib import Path
@@ -25,11 +25,11 @@ NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 
 
 class PowerFailureError(Exception):
-    """The machine stops."""
+    """Simulates that the machine stops."""
 
 
 class Losing(InProcessGrid):
-    """Loses beta's reply in the second round of training."""
+    """Drops beta's reply in the second training round."""
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -46,7 +46,7 @@ def run(
     kind: type = InProcessGrid,
     stop_before: int | None = None,
 ) -> Path:
-    """Do what the ServerApp does, until the machine stops after or before a checkpoint."""
+    """Run as the ServerApp does, until the machine stops after or before a checkpoint."""
     config = parse_run_config(values)
     base = locate(config.model.name)
     state, peft_config = initial_adapter(
@@ -91,7 +91,7 @@ def final(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def events(directory: Path) -> list[dict]:
-    """Return the events without what depends on timing (a lane's last bytes may come too late)."""
+    """Return the events without fields that depend on timing, such as a lane's bytes."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith(("seconds", "bytes"))}

@@ -1,4 +1,4 @@
-"""A coordinator whose disk is full, or whose ServerApp is killed while it writes a checkpoint."""
+"""A coordinator with a full disk, or with a ServerApp killed while writing a checkpoint."""
 
 import json
 import multiprocessing
@@ -24,7 +24,7 @@ SECONDS = 60
 
 
 def serve(values: dict, grid: InProcessGrid | None = None) -> Path:
-    """Run the ServerApp to its end; return its newest folder of results."""
+    """Run the ServerApp to its end; return the newest folder of results."""
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
     server_app(grid or InProcessGrid(values, NODES), context)
     return newest(values)
@@ -35,7 +35,7 @@ def newest(values: dict) -> Path:
 
 
 def checkpoints(directory: Path) -> list[int]:
-    """Return the rounds after which there is a checkpoint, all of which can be read."""
+    """Return the rounds that have a checkpoint; fail if a checkpoint can't be read."""
     found = []
     for file in sorted((directory / "checkpoints").glob("round-*")):
         with safe_open(file, "pt") as content:
@@ -132,7 +132,7 @@ def test_a_run_goes_on_without_the_adapter_that_it_began_with(values, tmp_path):
 
 
 def kill_while_writing(values: dict, name: str) -> Path:
-    """Run the ServerApp in a process of its own, and kill it while it writes a checkpoint."""
+    """Run the ServerApp in a subprocess, and kill it while it writes a checkpoint."""
     process = multiprocessing.get_context("fork").Process(target=serve, args=(values,))
     process.start()
     end = time.monotonic() + SECONDS

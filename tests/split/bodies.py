@@ -1,4 +1,4 @@
-"""A body alone, and the results of training it by two branches in turn."""
+"""A body on its own, and the results of training it with two branches that take turns."""
 
 import torch
 

@@ -67,7 +67,7 @@ def draw(count: int, seed: int) -> list[Example]:
 
 
 def round_of(name: str, steps: int = STEPS, finished: int = 0) -> tuple[list[Example], LocalRound]:
-    """Return a client's examples, and the indices of those of each step after finished rounds."""
+    """Return a client's examples, and a round with the examples' indices for each step."""
     examples = draw(24, derive_seed("examples", name) % 2**31)
     order = torch.Generator().manual_seed(derive_seed("order", name) % 2**31)
     chosen = [torch.randperm(24, generator=order)[:6].tolist() for _ in range(steps)]
@@ -78,13 +78,13 @@ def round_of(name: str, steps: int = STEPS, finished: int = 0) -> tuple[list[Exa
 
 @functools.lru_cache(maxsize=8)
 def _ends(base: Path, partition: Partition, model: str) -> dict[PartyName, Part]:
-    """Load a client's parts; loading takes thirty times as long as copying them."""
+    """Load a client's parts once; loading them takes thirty times as long as copying them."""
     settings = ModelSettings.model_validate_json(model)
     return load_parts(settings, base, partition, ("head", "tail"))
 
 
 class Client:
-    """A client with its own parts, as in a separate process."""
+    """A client with its own copies of the parts, as if in a separate process."""
 
     lifetime = 60.0  # of its invitation to train
     examples = None  # those that it trains on, instead of its own
@@ -136,7 +136,7 @@ class Client:
         disturb=lambda model: None,
         finished: int = 0,
     ) -> State:
-        """Train a round; ``disturb`` may do something to the model before it begins."""
+        """Train a round; ``disturb`` may modify the model before training begins."""
         own, local_round = round_of(self.name, steps, finished)
         examples = self.examples or own
         invitation = server.invite_to_train(
@@ -191,7 +191,7 @@ def serving(
 
 
 def assert_nothing_is_left() -> None:
-    """No autograd graph outlives its micro-batch, and no thread outlives its lane."""
+    """Fail if an autograd graph outlives its micro-batch, or a thread its lane."""
     names = ("lane", "serve", "compute")
 
     def left() -> list[str]:
@@ -228,7 +228,7 @@ def weighted_mean(states: Mapping[str, State]) -> State:
 
 
 class Center:
-    """A reference: the whole model, with separate heads and tails for every client."""
+    """A reference: the whole model, with a separate head and tail for every client."""
 
     def __init__(self, base: Path, state: State, split: SplitSettings) -> None:
         self.model = whole_model(base, state)
@@ -274,7 +274,7 @@ def train_together(
 ) -> dict[str, State]:
     """Train all clients at once, each in its own thread.
 
-    One that is disturbed may fail, but not an assertion of what disturbs it.
+    A disturbed client may fail, but assertions in its ``disturbing`` function may not.
     """
     trained: dict[str, State] = {}
     errors: list[BaseException] = []
@@ -303,7 +303,7 @@ def train_together(
 
 
 class StoppedError(Exception):
-    """A client that leaves."""
+    """Raised to make a client leave."""
 
 
 def stop_after(step: int, count: int, how: str):
@@ -336,7 +336,7 @@ def stop_after(step: int, count: int, how: str):
 
 
 def tokens_taken(server: BlockServer, split: SplitSettings) -> int:
-    """Return what is taken of the activation budget once the current job has ended."""
+    """Return the used tokens of the activation budget once the current job has ended."""
     server._compute.call(lambda: None)
     return split.activation_budget - server._compute._free
 
@@ -349,7 +349,7 @@ def bodies_kept() -> int:
 
 
 def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -> None:
-    """Send the frames of a generation, whether they may be sent or not."""
+    """Send the frames of a generation, even if the server must refuse them."""
     tensors = {"hidden": torch.zeros(rows, columns, 32), "lengths": torch.full((rows,), columns)}
     fields = {"side": side} | ({} if new_tokens is None else {"new_tokens": new_tokens})
     model.lane.send(Kind.HIDDEN, 0, index, tensors, fields)

@@ -1,4 +1,4 @@
-"""What the tests of split learning share: small random checkpoints of many architectures."""
+"""Shared fixtures for split learning: small random checkpoints of many architectures."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +71,7 @@ LENGTHS = torch.tensor([11, 7, 4])
 
 @pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that saves a small random causal language model; each is made once."""
+    """Return a cached function that saves a small random causal language model."""
     made: dict[str, Path] = {}
 
     def make(architecture: str = "Llama", shards: str = "1GB", **changes: Any) -> Path:
@@ -95,9 +95,9 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 
 def whole_model(directory: Path) -> Any:
-    """Load a whole model, frozen, with the memory alignment of the parts.
+    """Load a whole model, frozen, with the same memory alignment as the parts.
 
-    Rounding of products depends on the alignment of their factors, which a mapped file leaves open.
+    Rounding in matrix products depends on memory alignment, which is arbitrary in a mapped file.
     """
     model = AutoModelForCausalLM.from_pretrained(directory).requires_grad_(False)
     for parameter in model.parameters():
@@ -113,13 +113,13 @@ def load_all(directory: Path, head: int, tail: int, **settings: Any) -> dict[str
 
 
 def draw_tokens(seed: int = 0) -> torch.Tensor:
-    """Draw three rows of tokens; ``LENGTHS`` of each are not padding."""
+    """Draw three rows of tokens; ``LENGTHS`` contains their lengths without padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (3, 11), generator=generator)
 
 
 def real_tokens(side: str) -> torch.Tensor:
-    """Return a mask of the drawn tokens that are not padding."""
+    """Return a mask that is true where a drawn token is not padding."""
     columns = torch.arange(11)
     return columns < LENGTHS[:, None] if side == "right" else columns >= 11 - LENGTHS[:, None]
 
@@ -133,7 +133,7 @@ def whole_logits(model: Any, tokens: torch.Tensor, side: str = "right") -> torch
 
 
 def split_logits(parts: dict[str, Part], tokens: torch.Tensor, side: str = "right") -> torch.Tensor:
-    """Return the same from the three parts."""
+    """Return the same logits, computed by the three parts."""
     given = tokens
     for party in PARTIES:
         given = parts[party](given, Padding(side, LENGTHS))
@@ -143,7 +143,7 @@ def split_logits(parts: dict[str, Part], tokens: torch.Tensor, side: str = "righ
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """A random Llama of six blocks with the small checkpoint's tokenizer."""
+    """Write a random Llama of six blocks, with the small checkpoint's tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("six-blocks")
@@ -166,7 +166,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def beginning(base: Path) -> State:
-    """An adapter of it that already has an effect."""
+    """Return an adapter of ``base`` that already has an effect."""
     state, _ = initial_adapter(str(base), ADAPTER, 5)
     torch.manual_seed(6)
     return {name: 0.2 * torch.randn_like(value) for name, value in state.items()}
@@ -174,7 +174,7 @@ def beginning(base: Path) -> State:
 
 @pytest.fixture
 def server() -> Any:
-    """Yield a server whose lanes the test serves itself."""
+    """Yield a server whose lanes are served by the test."""
     made = Server()
     yield made
     made.stop()

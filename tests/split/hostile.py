@@ -31,7 +31,7 @@ _KIND, _TOTAL = 1, 24
 
 
 def outsider(address: str, content: bytes) -> socket.socket:
-    """Connect without a ticket, and send some bytes."""
+    """Connect without a ticket, and send ``content``."""
     host, port = address.split(":")
     connection = socket.create_connection((host, int(port)), timeout=_SECONDS)
     with suppress(OSError):  # the server may have closed it already
@@ -44,7 +44,7 @@ def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
 
 
 def _opening(*streams: int) -> bytes:
-    """Open a connection, and a lane in each stream."""
+    """Return bytes that open a connection, and a lane in each stream."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -63,7 +63,7 @@ def _opening(*streams: int) -> bytes:
 
 
 def _message(content: bytes) -> bytes:
-    """Send a gRPC message in the first stream."""
+    """Return a gRPC message in the first stream."""
     framed = struct.pack(">BI", 0, len(content)) + content
     pieces = range(0, len(framed), _LARGEST_HTTP_FRAME)
     return b"".join(_frame(_DATA, 0, 1, framed[i : i + _LARGEST_HTTP_FRAME]) for i in pieces)
@@ -115,12 +115,12 @@ OUTSIDERS: dict[str, Callable[[Invitation, bytes], bytes]] = {
 
 
 class Member:
-    """A client with a valid ticket that completes the handshake, then sends any records.
+    """A client with a valid ticket that completes the handshake and then sends arbitrary records.
 
     Args:
-        invitation: Of the client.
-        ticket: The one to use, if not the invitation's.
-        acknowledged: How many frames it says that it has received.
+        invitation: Invitation of the client.
+        ticket: Ticket to use instead of the invitation's.
+        acknowledged: Number of frames that the client claims to have received.
 
     Attributes:
         sealer: Encrypts the member's records.
@@ -152,7 +152,7 @@ class Member:
         self._messages.put(record)
 
     def wait_for(self, *kinds: Kind) -> Kind | None:
-        """Return the first of the kinds that arrives; None if the stream ends before."""
+        """Return the first of the kinds to arrive; None if the stream ends before that."""
         with suppress(grpc.RpcError, StopIteration):
             while (kind := next(self._call)[_KIND]) not in kinds:
                 pass
@@ -160,7 +160,7 @@ class Member:
         return None
 
     def is_ended(self) -> bool:
-        """Wait until the server has ended the lane."""
+        """Return whether the server ends the lane."""
         if self.wait_for(Kind.ERROR, Kind.CLOSE):
             return True
         return self._call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
@@ -175,7 +175,7 @@ class Member:
 def _sealed(
     sealer: Sealer, kind: Kind, content: bytes, step: int = 0, acknowledged: int = 0
 ) -> bytes:
-    """Seal a frame of one record; usually it acknowledges nothing, whatever has arrived."""
+    """Seal a frame of one record, which by default acknowledges nothing."""
     return b"".join(sealer.seal(kind, step, 0, acknowledged, memoryview(content)))
 
 
@@ -185,7 +185,7 @@ def _payload(tensors: dict[str, torch.Tensor], fields: Mapping[str, Value]) -> b
 
 
 def join(sealer: Sealer, fields: Mapping[str, Value]) -> bytes:
-    """Return the first frame of a session."""
+    """Return the JOIN frame, the first frame of a session."""
     return _sealed(sealer, Kind.JOIN, _payload({}, fields))
 
 
@@ -198,7 +198,7 @@ def hidden(
     number: float = 0.0,
     **counts: Value,
 ) -> bytes:
-    """Return a frame of hidden states, (rows, columns, width), the first of them ``number``."""
+    """Return a frame of hidden states, (rows, columns, width), whose first value is ``number``."""
     states = torch.zeros(rows, columns, width)
     states[0, 0, 0] = number
     tensors = {"hidden": states, "lengths": torch.full((rows,), columns, dtype=torch.int32)}
@@ -213,7 +213,7 @@ def gradient(
     step: int = 0,
     number: float = 0.0,
 ) -> bytes:
-    """Return a frame of gradients, (rows, columns, width), all of them ``number``."""
+    """Return a frame of gradients, (rows, columns, width), all equal to ``number``."""
     tensors = {"gradient": torch.full((rows, columns, width), number)}
     return _sealed(sealer, Kind.GRADIENT, _payload(tensors, {}), step)
 

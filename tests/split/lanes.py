@@ -1,4 +1,4 @@
-"""A lane server whose lanes a test serves itself, and a man in the middle."""
+"""A lane server whose lanes are served by a test, and a man in the middle."""
 
 import functools
 import queue
@@ -34,7 +34,7 @@ def hybrid_keys():
 
 
 class Server:
-    """A lane server whose lanes the test serves itself."""
+    """A lane server whose lanes are served by the test."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Server:
         suite=None,
         **options,
     ):
-        """Open a lane; a refusal counts at once, unless the test is about patience."""
+        """Open a lane; a refusal is final unless ``patience`` is given."""
         invitation = self.invitation(ticket, identity, address, public, suite)
         now = time.monotonic()
         return open_lane(
@@ -131,7 +131,7 @@ def ended(lane, kind=LaneError, match=None):
 
 
 def refusal(call, kind=HandshakeError):
-    """Return the reason why a lane can't be opened."""
+    """Return the reason for which ``call`` can't open a lane."""
     with pytest.raises(kind) as raised:
         call()
     return raised.value
@@ -147,14 +147,14 @@ def cut(lane):
 
 
 class ForgedError(Exception):
-    """Ends a stream with a refusal that the server has not made."""
+    """Ends a stream with a refusal that the server has not sent."""
 
     def __init__(self, refusal):
         super().__init__(refusal_details(refusal))
 
 
 class Relay:
-    """A man in the middle, who sees and may change every message.
+    """A man in the middle that can read and change every message.
 
     ``up`` and ``down`` take the number and the bytes of a message and return a list of the messages
     that are forwarded instead; None cuts the stream. ``down`` may raise a ForgedError.
@@ -211,7 +211,7 @@ def relaying(server, **options):
 
 
 def changing(number, change):
-    """Alter the client's message of a number; 0 and 1 are the handshake's."""
+    """Return an ``up`` that changes one message of the client; 0 and 1 belong to the handshake."""
     held = []
 
     def up(index, message):

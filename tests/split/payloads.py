@@ -1,4 +1,4 @@
-"""Frames as payloads and back, for tests."""
+"""Convert frames to payloads and back, for tests."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""How many files of split/ a hidden state enters on its way from the head to the server's body."""
+"""The number of files of split/ that process a hidden state between head and body."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ ROOT = Path(split.__file__).parent
 
 
 class Recorder:
-    """Notes the files of split/ entered by any thread, from the first head's call to the body's."""
+    """Records the files of split/ that threads enter between the first calls of head and body."""
 
     def __init__(self):
         self.files = set()

@@ -1,4 +1,4 @@
-"""How often the host waits for a GPU, which PyTorch reports on CUDA alone."""
+"""How often the host waits for a GPU, which PyTorch reports only with CUDA."""
 
 import time
 import warnings
@@ -25,7 +25,7 @@ STEPS = 4
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Yield the list of places at which the host has waited since."""
+    """Yield a list, to which a message is added each time the host waits."""
     found: list[str] = []
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -43,7 +43,7 @@ def waits() -> Iterator[list[str]]:
 
 
 def more_of(run: Callable[[int], object], first: int, second: int) -> float:
-    """Return the waits of each further step or token."""
+    """Return the number of waits per additional step or token."""
     run(first)  # what is done once has been done
     counts = []
     for count in (first, second):

@@ -1,4 +1,4 @@
-"""What the tests of strategies share."""
+"""Shared fixtures for the tests of strategies."""
 
 import pytest
 from flwr.supercore.task_identity import TaskIdentity
@@ -6,7 +6,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 @pytest.fixture
 def one_run():
-    """Flower marks every message with the run of the process that creates it."""
+    """Set the run with which Flower marks every message that this process creates."""
     TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
 
@@ -17,7 +17,7 @@ def split_values(values, deep_checkpoint):
 
 
 def split_config(values, checkpoint):
-    """Return a run config of FL-GLM; ``values`` is one of FedJudge."""
+    """Return a run config for FL-GLM; ``values`` is one for FedJudge."""
     return values | {
         "strategy": "fl-glm",
         "model.name": str(checkpoint),

@@ -1,4 +1,4 @@
-"""Runs of FedJudge in one process, and a grid that shows and changes what crosses it."""
+"""Runs of FedJudge in one process, and a grid that records and changes messages."""
 
 import torch
 
@@ -19,7 +19,7 @@ NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 def start(
     values: dict, grid, journal: MemoryJournal, timeout: float = 0.0, signer=None, unknown=()
 ):
-    """Run a strategy to its end; the coordinator doesn't hold the tensors that are unknown."""
+    """Run a strategy to its end; the coordinator lacks the digests of ``unknown`` tensors."""
     config = parse_run_config(values)
     state, _ = initial_adapter(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
@@ -38,7 +38,7 @@ def same(one: dict, other: dict) -> bool:
 
 
 class SpyingGrid(InProcessGrid):
-    """Keeps what crosses it, and lets a test change or drop replies on the way."""
+    """Records all messages, and lets a test change or drop replies."""
 
     def __init__(self, values, change=lambda reply: reply, nodes=NODES):
         super().__init__(values, nodes)

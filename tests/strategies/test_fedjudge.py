@@ -29,7 +29,7 @@ SIZES = {"alpha": 24, "beta": 12, "gamma": 8}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, checkpoint, client_folders):
-    """Train three rounds once; return the folder of the states, the grid and the journal."""
+    """Train three rounds; return the folder of the clients' states, the grid and the journal."""
     folder = tmp_path_factory.mktemp("finished")
     own = config(checkpoint, client_folders) | {"state-path": str(folder)}
     grid, journal = SpyingGrid(own), MemoryJournal()

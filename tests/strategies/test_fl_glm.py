@@ -41,7 +41,7 @@ def run(values, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, deep_checkpoint, client_folders):
-    """Return a function that trains by a schedule, once, and returns folder and journal."""
+    """Return a cached function that trains with a schedule and returns folder and journal."""
 
     @functools.cache
     def train(schedule):
@@ -433,7 +433,7 @@ def test_a_client_with_another_block_is_refused_by_name(
     save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
 
     class Odd(InProcessGrid):
-        """Gives one client another checkpoint."""
+        """Gives one client a different checkpoint."""
 
         def send_and_receive(self, messages, *, timeout=None):
             replies = []
@@ -456,7 +456,7 @@ def test_a_client_with_another_block_is_refused_by_name(
 @pytest.mark.slow
 def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):
     class Threaded(InProcessGrid):
-        """Polled while the clients work, as Flower's grids are."""
+        """A grid that is polled while the clients work, like Flower's grids."""
 
         pull_interval = 0.01
 

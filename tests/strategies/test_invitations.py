@@ -1,4 +1,4 @@
-"""The messages of FL-GLM: whom they invite, in which order, and to which key of the server."""
+"""The messages of FL-GLM: the invited clients, their order, and the server's key."""
 
 import pytest
 from flwr.app import MessageType
@@ -9,7 +9,7 @@ from tests.in_process import run_in_process
 
 
 class Noting(InProcessGrid):
-    """Notes the round, the kind and the client of each message, and the server's key in it."""
+    """Records each message's round, kind, client and server key."""
 
     def __init__(self, values, nodes):
         super().__init__(values, nodes)

@@ -1,4 +1,4 @@
-"""Clients that answer oddly, late or not at all are left out by name; the others continue."""
+"""Clients whose replies are invalid, late or missing are named and left out; others continue."""
 
 import io
 import math
@@ -58,7 +58,7 @@ def without_arrays(reply):
 
 
 def lie(reply):
-    """Announce the right shape and send other bytes."""
+    """Announce the correct shape and send a different number of bytes."""
     arrays = reply.content[ARRAYS]
     array = arrays[next(iter(arrays))]
     array.data = array.data[: len(array.data) // 2]
@@ -66,7 +66,7 @@ def lie(reply):
 
 
 def archive(reply):
-    """Send an archive of arrays, which NumPy reads too, in the place of one."""
+    """Send an archive of arrays, which NumPy can read too, instead of an array."""
     arrays = reply.content[ARRAYS]
     array = arrays[next(iter(arrays))]
     file = io.BytesIO()
@@ -108,7 +108,7 @@ def with_more(key, record):
 
 
 def transpose(reply):
-    """Send an array in Fortran's order, which is as good as any other."""
+    """Send an array in Fortran's order, which must be accepted."""
     arrays = reply.content[ARRAYS]
     name = next(iter(arrays))
     arrays[name] = Array(np.asfortranarray(arrays[name].numpy()))
@@ -168,7 +168,7 @@ def test_an_invalid_reply_is_left_out_by_name_and_the_others_count(values, tmp_p
 
 
 def at_limits(reply):
-    """Change a reply so that nothing in it may be larger."""
+    """Change a reply so that all of its parts have the maximum size."""
     metrics = reply.content[METRICS]
     metrics.update({"loss": 1e30, "loss-first": -1e30, "a" * 64: 1.0})
     metrics.update({f"filling-{i}": 1.0 for i in range(100 - len(metrics))})

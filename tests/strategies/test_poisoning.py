@@ -1,4 +1,4 @@
-"""Gamma's replies are poison: the others learn nearly as before, and gamma is named."""
+"""Gamma's replies are poisoned: the other clients learn nearly as well, and gamma is named."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ HONEST = ("alpha", "beta")
 
 
 def filled(kind: str, value: float):
-    """Return a function that fills all arrays of gamma's replies of a kind with a value."""
+    """Return a function that fills the arrays in gamma's replies of type ``kind`` with a value."""
 
     def change(reply):
         arrays = reply.content.array_records.get(ARRAYS)
@@ -29,7 +29,7 @@ def filled(kind: str, value: float):
 
 
 def claiming(rows: int):
-    """Return a function that has gamma report a number of rows from its registration on."""
+    """Return a function that makes gamma report ``rows`` rows, from registration on."""
 
     def change(reply):
         if config_of(reply)["name"] == "gamma":
@@ -40,7 +40,7 @@ def claiming(rows: int):
 
 
 def moved(grid: SpyingGrid, round_number: int) -> dict[str, float]:
-    """Return how far each client moved from the global adapter in a round, by name."""
+    """Return each client's distance from the global adapter in a round, keyed by name."""
     asked = {message.metadata.message_id: message for message in grid.sent}
     distances = {}
     for reply in grid.received:

@@ -1,4 +1,4 @@
-"""SuperNodes that were restarted and kept their ids, as those with node keys do."""
+"""Restarted SuperNodes that have the same ids as before, like SuperNodes with node keys."""
 
 import pytest
 from flwr.proto.node_pb2 import NodeInfo
@@ -9,7 +9,7 @@ from tests.strategies.grids import SpyingGrid, start
 
 
 class Restarting(SpyingGrid):
-    """Calls a function before each round of training; ``since`` is when each node connected."""
+    """Calls a function before each training round; ``since`` maps nodes to connection times."""
 
     def __init__(self, values, nodes, before_training):
         super().__init__(values, self.without_a_second_answer, nodes)
@@ -44,7 +44,7 @@ class Restarting(SpyingGrid):
 
 @pytest.fixture
 def nodes(tmp_path):
-    """Return SuperNodes of three clients; the last one is beta's, too."""
+    """Return the node configs of four SuperNodes, the second and last of which are beta's."""
     data = tmp_path / "data"
     for name in ("alpha", "beta", "gamma"):
         write_rows(data / name / "train.jsonl", 12, seed=0)
@@ -55,7 +55,7 @@ def nodes(tmp_path):
 
 @pytest.fixture
 def own(values, tmp_path):
-    """Return the settings of a run with at least one client in each of four rounds."""
+    """Return the settings of a run with four rounds, each with at least one client."""
     values = values | {"strategy": "fedjudge-base", "rounds": 4, "min-nodes": 1}
     values |= {"node-timeout": 1e-3, "state-path": str(tmp_path / "state")}
     return values | {"evaluate.every": 4, "train.local-steps": 1}

@@ -1,4 +1,4 @@
-"""The server holds one reply at a time, whether it is used or refused."""
+"""The server stores only one reply at a time, whether the reply is used or refused."""
 
 import weakref
 from fractions import Fraction
@@ -15,7 +15,7 @@ from tests.strategies.grids import NODES, start
 
 
 class Forgetting(InProcessGrid):
-    """Gives each reply away, and checks that it is gone when the next one is pulled."""
+    """Returns each reply, and checks that it is freed before the next reply is pulled."""
 
     def __init__(self, values):
         super().__init__(values, NODES)

@@ -1,4 +1,4 @@
-"""Runs whose instructions are signed, at a SuperLink where others store and announce anything."""
+"""Runs with signed instructions, at a SuperLink to which anyone can send arbitrary objects."""
 
 from types import SimpleNamespace
 
@@ -104,8 +104,8 @@ def test_a_reply_in_another_s_name_is_left_out_by_name(values, tmp_path, signer,
 class SuperLink:
     """A SuperLink with Flower's own store of objects; its clients answer at once.
 
-    It refuses all messages to some clients. To others, someone blocks the objects of the first.
-    ``spoil`` changes the second client's reply.
+    The SuperLink refuses all messages to the clients in ``refuses``. For those in ``blocks``, an
+    attacker blocks the objects of the first message. ``spoil`` changes the second client's reply.
     """
 
     def __init__(self, folder, refuses=(), blocks=(), spoil=lambda reply: None):

@@ -1,4 +1,4 @@
-"""A reply that is announced and never sent: Flower's own grid waits for it, others must not."""
+"""A reply that is announced but never sent: Flower's grid waits for it, but ours must not."""
 
 import time
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ STALLED, HONEST = 1, 2
 
 
 class SuperLink:
-    """The calls of a SuperLink that has all of one client's reply, and none of the other's."""
+    """A SuperLink stand-in with one client's complete reply, and none of the other's objects."""
 
     def __init__(self, messages):
         self._messages, self._asked, self._objects = messages, {}, {}

@@ -1,4 +1,4 @@
-"""Clients of a simulation that wait for an actor: Flower's own grid, and one actor for all."""
+"""Simulated clients that wait for an actor: Flower's own grid, and one actor for all clients."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ UNKNOWN = 12345
 
 @contextmanager
 def simulated(clients: int):
-    """Return a grid whose clients take turns, and their nodes."""
+    """Return a grid whose clients take turns, and the ids of their nodes."""
     factory = LinkStateFactory(
         FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), ObjectStoreFactory()
     )

@@ -1,4 +1,4 @@
-"""Replies that the SuperLink accepts, and that can't be read or name another sender."""
+"""Replies that the SuperLink accepts although they can't be read or name a different sender."""
 
 import pytest
 from flwr.app import ConfigRecord, RecordDict
@@ -47,7 +47,7 @@ ODD = {
 
 
 class StoredGrid(InProcessGrid):
-    """Reads replies from objects, as a grid does with those at a SuperLink; beta's are invalid."""
+    """Reads replies from objects, as a grid at a SuperLink does; beta's objects are invalid."""
 
     def __init__(self, values, kind, spoil):
         super().__init__(values, NODES)

@@ -1,4 +1,4 @@
-"""Files of experiments: what is refused, what is run, and what is written of it."""
+"""Experiment files: which are refused, which runs they start, and which results are written."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_shipped_experiments_can_be_run(name, tmp_path, capsys):
 
 
 def records(together):
-    """Return values: alone, a client knows the answers on its matters, and no others."""
+    """Return scores with which a client, trained alone, answers only questions on its matters."""
 
     def values(arm, model, right):
         return [

@@ -1,4 +1,4 @@
-"""What experiments measure, against what runs measure."""
+"""Scores that experiments measure, compared with those that runs measure."""
 
 import pytest
 

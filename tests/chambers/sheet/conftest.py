@@ -1,4 +1,4 @@
-"""Sheets of a small study, and what annotators fill in."""
+"""Sheets of a small study, empty and filled in by annotators."""
 
 import csv
 import io
@@ -47,7 +47,7 @@ def read_table(folder, annotator=1):
 
 
 def fill(folder, score, annotator=1):
-    """Write a filled sheet as the page saves it; ``score`` is given key row and criterion."""
+    """Write a filled sheet as the page saves it; ``score(key_row, criterion)`` returns a score."""
     key = read_key(folder / "key.json")
     lines = ["id,usefulness,fluency"]
     for row in read_table(folder, annotator):

@@ -1,4 +1,4 @@
-"""``chambers sheet make``: nothing in a sheet tells whose an answer is."""
+"""``chambers sheet make``: nothing in a sheet reveals which model wrote an answer."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_sheets_have_every_answer_once_and_nothing_tells_whose_it_is(study):
 
 
 def orders(folder, annotator=1):
-    """Return the order of questions, and of models for each question."""
+    """Return the order of questions, and the order of models for each question."""
     key = read_key(folder / "key.json")
     rows = [key.rows[row["id"]] for row in read_table(folder, annotator)]
     questions = [row.question for row in rows[:: len(MODELS)]]

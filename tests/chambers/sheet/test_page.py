@@ -1,4 +1,4 @@
-"""The page in a browser: what an annotator chooses is kept, saved, loaded and read."""
+"""The page in a browser: an annotator's scores are stored, saved, loaded and read."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``chambers sheet read``: the table of what annotators scored, from sheets that fit their key."""
+"""``chambers sheet read``: the table of annotators' scores, from sheets that match the key."""
 
 import csv
 import io
@@ -38,7 +38,7 @@ def test_the_table_has_means_and_their_spread(study, capsys):
 
 
 def alpha(scores):
-    """Return Krippendorff's alpha with the interval metric; (annotators, answers)."""
+    """Return Krippendorff's alpha with the interval metric; ``scores`` is (annotators, answers)."""
     pairs = [(a - b) ** 2 for unit in scores.T for a in unit for b in unit]
     observed = sum(pairs) / (len(scores) - 1) / scores.size
     every = scores.ravel()

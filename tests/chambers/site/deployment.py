@@ -1,4 +1,4 @@
-"""A coordinator and institutions as they are deployed: TLS, node keys, a database, releases."""
+"""A coordinator and institutions as in deployments: TLS, node keys, a database, releases."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def answer(message, context):
 
 
 class Release(SimpleHTTPRequestHandler):
-    """Serve a folder as nginx does: files, and ``fetch-fab.json`` as the answer to its POST."""
+    """Serve a folder's files as nginx does, and answer a POST with ``fetch-fab.json``."""
 
     def do_POST(self):
         assert self.path == "/hub/fetch-fab"
@@ -95,7 +95,7 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process and its children: at first as a supervisor does, then by force."""
+    """Terminate a process and its children as a supervisor does; kill those that remain."""
     own = [psutil.Process(process.pid)] if process.poll() is None else []
     started = [*own, *(child for one in own for child in one.children(recursive=True))]
     process.terminate()
@@ -130,7 +130,7 @@ def proxy(folder: Path, superlink: str) -> Iterator[str]:
 
 @contextmanager
 def running_nginx(folder: Path, config: str) -> Iterator[None]:
-    """Run nginx with a configuration file of a folder."""
+    """Run nginx in a folder with a configuration file from that folder."""
     process = start(
         *("nginx", "-p", str(folder), "-c", config, "-g", "daemon off;"),
         folder=folder,
@@ -156,7 +156,7 @@ def documented(section: str, **values: str | Path) -> list[str]:
 
 @dataclass
 class Coordinator:
-    """A SuperLink in ``folder``, whose certificates, database and release lie there."""
+    """A SuperLink with its certificates, database and release in ``folder``."""
 
     folder: Path
     hub: str
@@ -241,7 +241,7 @@ class Coordinator:
 
 @dataclass
 class Institution:
-    """A SuperNode in ``folder``, whose key and list of trusted entities lie there."""
+    """A SuperNode with its key and list of trusted entities in ``folder``."""
 
     folder: Path
     coordinator: Coordinator
@@ -258,7 +258,7 @@ class Institution:
 
     @contextmanager
     def supernode(self, node_config: str = 'name="court"', superlink: str = ""):
-        """Run it with a home and a folder for temporary files that nobody else uses.
+        """Run the SuperNode with its own home directory and folder for temporary files.
 
         Args:
             node_config: Its node config.

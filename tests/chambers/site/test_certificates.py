@@ -23,7 +23,7 @@ def write(capsys, folder, *words):
 
 
 def handshake(folder, name, authority=None):
-    """Connect over TLS to a server with the certificate, expecting it to have this name."""
+    """Connect over TLS to a server with the certificate in ``folder``, and verify the name."""
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server.load_cert_chain(folder / "server.pem", folder / "server.key")
     client = ssl.create_default_context(cafile=authority or folder / "authority.pem")

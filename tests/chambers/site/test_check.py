@@ -37,7 +37,7 @@ from tests.waiting import wait_until
 
 @contextmanager
 def proxy(folder, ahead=0.0, control=403, health=200):
-    """Answer as a proxy with a certificate does, with a clock that is ahead; yield its port."""
+    """Run a stand-in for a proxy, whose clock is ahead by some seconds; yield its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

@@ -1,4 +1,4 @@
-"""A SuperLink whose database's disk is full: what is seen, and that all continues afterwards."""
+"""A SuperLink whose database's disk is full: what users see, and that runs continue afterwards."""
 
 import os
 import secrets
@@ -57,7 +57,7 @@ BIG = APP["tiny.py"].replace(
 
 @pytest.fixture
 def coordinator(nginx, tmp_path, request):
-    """A SuperLink whose database's disk has a size, ``40m`` unless a test says another."""
+    """A SuperLink whose database's disk has 40 MiB, or the size that a test passes."""
     folder = tmp_path / "coordinator"
     (folder / "release").mkdir(parents=True)
     with serving(folder / "release") as url:
@@ -72,7 +72,7 @@ def coordinator(nginx, tmp_path, request):
 
 
 def superexec(coordinator):
-    """Start the SuperExec, which the supervisor starts again when it has ended."""
+    """Start the SuperExec, and restart it whenever it ends, as a supervisor does."""
     return start(
         *("flower-superexec", "--runtime-api-address", coordinator.address),
         *("--root-certificates", "authority.pem"),
@@ -130,7 +130,7 @@ def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path
 
 
 class Attacker:
-    """An institution that sends messages to itself, from an address of its own."""
+    """An institution that sends messages to itself from a separate address."""
 
     def __init__(self, institution, proxy: str, run: int):
         self.node, self.run = int(institution.node), run
@@ -146,7 +146,7 @@ class Attacker:
         self.client.ActivateNode(ActivateNodeRequest(public_key=public, heartbeat_interval=1800))
 
     def send(self) -> None:
-        """Send 20 objects of 1 MB, and as many small ones."""
+        """Send 20 objects of 1 MB each and 20 small objects."""
         arrays = [np.frombuffer(os.urandom(1_000_000), np.uint8) for _ in range(20)]
         metadata = Metadata(self.run, "", 1, self.node, "", "", time.time(), 3600, "query")
         message = make_message(metadata, RecordDict({"large": ArrayRecord(arrays)}))

@@ -1,4 +1,4 @@
-"""``chambers site key``: a key that Flower reads, and that is never overwritten."""
+"""``chambers site key``: it writes a key that Flower can read, and never overwrites a key."""
 
 import argparse
 import stat

@@ -34,7 +34,7 @@ def institution(coordinator, tmp_path):
 
 
 def reviewer(coordinator, file):
-    """Make a signing key; return the line that a site which trusts it adds."""
+    """Make a signing key; return the line that trusting sites add to trusted.yaml."""
     _, output = coordinator.command("chambers", "site", "signing-key", file)
     return output.splitlines()[-1] + "\n"
 

@@ -1,4 +1,4 @@
-"""What one address can send through the proxy of docker/, and who is named for it."""
+"""How much one address can send through the proxy of docker/, and which address is reported."""
 
 import http.client
 import socket
@@ -44,7 +44,7 @@ http {{
 
 
 class Coordinator:
-    """A proxy before a stand-in for the SuperLink."""
+    """A proxy in front of a stand-in for the SuperLink."""
 
     def __init__(self, folder: Path, address: str):
         self.folder, self.address = folder, address
@@ -58,7 +58,7 @@ class Coordinator:
         )
 
     def received(self, source: str) -> int:
-        """Return how many requests of an address have reached the SuperLink."""
+        """Return how many requests from an address have reached the SuperLink."""
         return (self.folder / "superlink.log").read_text().splitlines().count(source)
 
     @property
@@ -91,7 +91,7 @@ def coordinator(nginx, capsys, tmp_path):
 
 
 def checked(coordinator, capsys) -> str:
-    """Return what ``chambers site check`` says."""
+    """Return the output of ``chambers site check``."""
     words = ("--superlink", "127.0.0.1:1", "--proxy", "127.0.0.1:1", "--database", "none")
     main(["site", "check", "--coordinator", str(coordinator.folder), *words])
     return str(capsys.readouterr().out)

@@ -22,7 +22,7 @@ def build(file, **changed):
 
 
 def reviewer(capsys, file):
-    """Make a signing key; return what a site that trusts it tells its SuperNode."""
+    """Make a signing key; return the trusted entities of a site that trusts the key."""
     return yaml.safe_load(told(capsys, "site", "signing-key", file).splitlines()[-1])
 
 

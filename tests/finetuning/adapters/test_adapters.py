@@ -24,7 +24,7 @@ SETTINGS = AdapterSettings(rank=3, alpha=6, targets="q_proj, v_proj")
 
 @pytest.fixture
 def base(checkpoint):
-    """The small checkpoint, loaded afresh: attaching an adapter changes a model in place."""
+    """The small checkpoint, loaded again, since attaching an adapter changes a model in place."""
     return load_base_model(ModelSettings(name=str(checkpoint)))
 
 

@@ -1,4 +1,4 @@
-"""Prefixes of a whole model: PEFT's own forward is the reference, and its format the one saved."""
+"""Prefixes of a whole model, compared with PEFT's own forward, and saved in PEFT's format."""
 
 import shutil
 import subprocess
@@ -59,7 +59,7 @@ def test_prefixes_of_a_text_are_the_text_itself(checkpoint, words):
 
 
 def prefixed(model: Any, seed: int = 1, settings: AdapterSettings = PREFIX) -> Any:
-    """Attach prefixes to a model that already do something."""
+    """Attach random prefixes, which already have an effect, to a model."""
     model = attach_adapter(model, settings, "base")
     generator = torch.Generator().manual_seed(seed)
     for parameter in trainable_parameters(model).values():

@@ -1,4 +1,4 @@
-"""Caps of an average: exact up to them, independent of order, and never exceeded."""
+"""Capped averages: exact below the caps, independent of order, and never beyond the caps."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ distances = st.dictionaries(
 
 
 def others_median(values: dict[str, float], name: str) -> float:
-    """Return the median of the other clients' values; of two in the middle, the larger."""
+    """Return the median of the other clients' values, or the larger of the two middle values."""
     others = sorted(value for other, value in values.items() if other != name)
     return others[len(others) // 2]
 
@@ -86,7 +86,7 @@ def test_a_thousand_million_rows_count_as_a_share(largest, expected):
 
 
 def importance(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """Return a J with heavy tails, and a tensor that hardly matters."""
+    """Return a heavy-tailed J, in which one tensor has hardly any importance."""
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randn(2, 4000, generator=generator).exp() * scale
     return {"A": draws[0], "B": draws[1] * 1e-6}

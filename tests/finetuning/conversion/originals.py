@@ -1,6 +1,6 @@
-"""Small checkpoints as the originals publish theirs, and what the originals compute, in float64.
+"""Small checkpoints in the formats of the original models, and those models in float64.
 
-The computation is written from the models' descriptions, with numpy alone.
+The computations follow the models' descriptions and use only NumPy.
 """
 
 import json
@@ -185,7 +185,7 @@ def _silu(x):
 
 
 def _attend(query, key, values):
-    """Attend causally; (heads, tokens, size) each, the result is (tokens, heads * size)."""
+    """Attend causally; inputs are (heads, tokens, size), the result is (tokens, heads * size)."""
     scores = query @ key.transpose(0, 2, 1) / math.sqrt(query.shape[2])
     scores[:, ~np.tri(query.shape[1], dtype=bool)] = -np.inf
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
@@ -208,7 +208,7 @@ def _rotate_halves(x):
 
 
 def _rotate_pairs(x, base):
-    """Rotate neighbours 2i and 2i + 1 in the first half of each head; the rest stays."""
+    """Rotate neighbours 2i and 2i + 1 in the first half of each head; copy the second half."""
     size = x.shape[2] // 2
     angles = np.outer(np.arange(x.shape[1]), float(base) ** (-2 * np.arange(size // 2) / size))
     pairs = x[..., :size].reshape(*x.shape[:2], size // 2, 2)

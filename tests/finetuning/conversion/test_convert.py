@@ -1,4 +1,4 @@
-"""Converted checkpoints compute what the originals' descriptions say."""
+"""Converted checkpoints compute the same as the originals, according to their descriptions."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Converted tokenizers encode and decode as SentencePiece does, and prompts as the originals."""
+"""Converted tokenizers encode and decode as SentencePiece does, and format prompts as originals."""
 
 from itertools import chain
 
@@ -87,7 +87,7 @@ ANSWER = {"role": "assistant", "content": "costs are shared"}
 
 
 def original_prompt(version, encode, ids, turns):
-    """Return a prompt's tokens as the original's own functions build them."""
+    """Return a prompt's tokens, built as the original's functions do."""
     start = [ids["[gMASK]"], ids["<sop>"]]
     if version == 3:
         turn = [[ids[f"<|{t['role']}|>"], *encode("\n"), *encode(t["content"])] for t in turns]

@@ -30,7 +30,7 @@ CORPUS = [
 
 
 def byte_level_bpe() -> Tokenizer:
-    """Like GPT-2's and Qwen's: any text, no beginning mark."""
+    """Like GPT-2's and Qwen's: encodes any text, without a beginning-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def byte_level_bpe() -> Tokenizer:
 
 
 def trimming_bpe() -> Tokenizer:
-    """Like Llama 3's: offsets without the whitespace of a token, and a beginning mark."""
+    """Like Llama 3's: offsets exclude a token's whitespace, and a beginning token is added."""
     tokenizer = byte_level_bpe()
     tokenizer.post_processor = processors.Sequence(
         [
@@ -59,7 +59,7 @@ def trimming_bpe() -> Tokenizer:
 
 
 def metaspace_unigram() -> Tokenizer:
-    """Like T5's and newer SentencePiece conversions."""
+    """Like T5's, and like newer conversions of SentencePiece models."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -76,7 +76,7 @@ def metaspace_unigram() -> Tokenizer:
 
 
 def sentencepiece_bpe() -> Tokenizer:
-    """Like Llama 2's: a beginning mark for every stretch of text, and bytes for what is rare."""
+    """Like Llama 2's: a beginning token for every piece of text, and bytes for rare characters."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -112,12 +112,12 @@ def with_stripping_marks(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def stripping_bpe() -> Tokenizer:
-    """Like Phi 4's: its marks take in the whitespace that stands beside them."""
+    """Like Phi 4's: special tokens include the whitespace after them."""
     return with_stripping_marks(byte_level_bpe())
 
 
 def stripping_sentencepiece() -> Tokenizer:
-    """Like Phi 3's."""
+    """Like Phi 3's: a SentencePiece tokenizer whose special tokens include whitespace."""
     return with_stripping_marks(sentencepiece_bpe())
 
 

@@ -1,4 +1,4 @@
-"""Chat templates, what they make of answers, rows and texts, for tests."""
+"""Chat templates and how they render answers; rows and texts for tests."""
 
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ NO_EMPTY_INPUTS = (
 
 @dataclass(frozen=True)
 class Style:
-    """A template, and what it makes of an answer: what stands before and after it, its end mark."""
+    """A chat template, and the text that it adds before and after an answer."""
 
     template: str | None
     end: str
@@ -115,7 +115,7 @@ def question(text: str, answer: str) -> Row:
 
 
 def target_texts(tokenizer, example):
-    """Decode each run of targets, as it follows on what stands before it."""
+    """Decode each run of target tokens, in the context of the tokens before it."""
     changes = torch.diff(example.is_target.int(), prepend=torch.tensor([0])).tolist()
     starts = [place for place, change in enumerate(changes) if change == 1]
     ends = [place for place, change in enumerate(changes) if change == -1]

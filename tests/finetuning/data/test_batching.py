@@ -1,4 +1,4 @@
-"""Which examples meet in a step and a micro-batch, and what a padded micro-batch says."""
+"""Which examples share a step or a micro-batch, and the content of padded micro-batches."""
 
 import itertools
 import math

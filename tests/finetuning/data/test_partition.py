@@ -124,7 +124,7 @@ def test_dirichlet_goes_from_skewed_to_even():
     rows = rows_of(["north", "south", "east", "west"] * 250)
 
     def skew(alpha):
-        """Mean share of a part's largest label, over several partitions."""
+        """Return the mean share of a part's most frequent label, over several partitions."""
         shares = [
             max(label_counts(part).values()) / len(part)
             for seed in range(5)

@@ -1,4 +1,4 @@
-"""The prompts that held-out rows are answered from."""
+"""The prompts from which models answer held-out rows."""
 
 import pytest
 import torch

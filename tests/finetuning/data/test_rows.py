@@ -1,4 +1,4 @@
-"""Reading rows: one result for every format, and an answer to everything that can be wrong."""
+"""Reading rows: the same result for every format, and a message for every kind of error."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ CONVERSATION = [
 
 
 def write(path: Path, records: list[dict]) -> Path:
-    """Write records in the format that the path's suffix names."""
+    """Write records in the format that the file's suffix specifies."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     elif path.suffix == ".json":

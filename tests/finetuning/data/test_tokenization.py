@@ -1,4 +1,4 @@
-"""The loss is on the answers, whatever the template, the tokenizer and the text."""
+"""The targets are the answers' tokens, for every template, tokenizer and text."""
 
 import copy
 

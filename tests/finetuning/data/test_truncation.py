@@ -1,4 +1,4 @@
-"""Where a row is too long, inputs give way to outputs."""
+"""If a row is too long, inputs are truncated before outputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""BERTScore with an encoder from a folder: the library's own, and what a plain loop gives."""
+"""BERTScore with an encoder from a folder, compared with bert-score and with a plain loop."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ PAIRS = [
 
 
 def plain(encoder, layer, prediction, reference):
-    """F1 of greedy matching by cosine, special tokens not counted."""
+    """Return F1 of greedy matching by cosine similarity, without special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     model = AutoModel.from_pretrained(encoder).eval()
 

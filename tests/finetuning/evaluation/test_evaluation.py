@@ -1,4 +1,4 @@
-"""Held-out loss and generated answers, in batches, against one example at a time."""
+"""Held-out loss and generated answers: batches, compared with one example at a time."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_held_out_loss_is_the_mean_over_all_targets(
 
 @pytest.fixture
 def model_and_tokenizer(checkpoint):
-    """The small checkpoint with an adapter, surer of its next tokens than random weights are."""
+    """The small checkpoint with an adapter that makes next-token predictions more certain."""
     base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, AdapterSettings(targets="q_proj,v_proj"), base.reference)
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: scores of its own class for Hugging Face models, no copies."""
+"""Tasks of lm-evaluation-harness: the same scores as its HFLM class, and no copies of rows."""
 
 import json
 import os
@@ -26,7 +26,7 @@ LENGTH = 48
 
 @pytest.fixture(scope="module", params=["no token before texts", "a token before texts"])
 def models(checkpoint, request):
-    """Return two models for the harness, ours and its own, of the same weights."""
+    """Return two models for the harness with the same weights: ours and the harness's."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     torch.manual_seed(3)
     for parameter in model.parameters():

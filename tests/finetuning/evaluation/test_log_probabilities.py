@@ -1,4 +1,4 @@
-"""Log-probabilities of candidate answers: those of a plain loop, with beginnings computed once."""
+"""Log-probabilities of candidate answers equal a plain loop's; beginnings are computed once."""
 
 import copy
 
@@ -18,7 +18,7 @@ from tests.finetuning.conftest import ARCHITECTURES, VOCABULARY
 
 
 def draw_groups(seed: int = 0) -> list[list[Continuation]]:
-    """Draw questions as tasks have them: single tokens, longer answers, a shared passage."""
+    """Draw questions of tasks' kinds: single-token answers, longer answers, a shared passage."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def draw_groups(seed: int = 0) -> list[list[Continuation]]:
 
 
 def plain_loop(model, groups) -> list[list[tuple[float, bool]]]:
-    """Score one text at a time, without anything of ours."""
+    """Score one text at a time, without code of this project."""
     result = []
     for group in groups:
         result.append([])

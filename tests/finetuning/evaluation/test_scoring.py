@@ -1,4 +1,4 @@
-"""Scores of generated text: against the libraries, by hand, and at the edges."""
+"""Scores of generated text, compared with libraries and hand calculations, and edge cases."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""The base model: found, refused, loaded, quantised, and told from others by its fingerprint."""
+"""The base model is found, refused, loaded, quantised, and identified by its fingerprint."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A GGUF file as base model: read exactly, once, and refused in words if it can't be."""
+"""A GGUF file as base model is read exactly and only once, or refused with a reason."""
 
 import os
 import subprocess

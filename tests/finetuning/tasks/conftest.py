@@ -69,7 +69,7 @@ ROWS = {
 
 @pytest.fixture
 def write(tmp_path):
-    """Return a function that writes rows, and returns the file."""
+    """Return a function that writes rows to a file and returns its path."""
 
     def write(*rows):
         file = tmp_path / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""Answers to questions: those of a plain loop over the model."""
+"""Answers to questions equal those of a plain loop over the model."""
 
 import json
 

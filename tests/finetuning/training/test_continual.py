@@ -1,4 +1,4 @@
-"""The continual-learning penalty and the importance of weights, against the paper's formula."""
+"""The continual-learning penalty and the importance of weights, compared with formulas."""
 
 import pytest
 import torch

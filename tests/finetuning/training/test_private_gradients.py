@@ -1,4 +1,4 @@
-"""Private gradients: rows against a loop over rows, clipping, noise, draws, and what is secret."""
+"""Private gradients: equality with a loop over rows, clipping, noise, sampling, and secrets."""
 
 import math
 import time
@@ -40,7 +40,7 @@ def with_effect(model: Any, settings: AdapterSettings) -> Any:
 
 
 def row_by_row(model: Any, examples: Any, reference_loss: Any) -> list[Gradients]:
-    """Compute each row's gradient alone, by the library's own forward."""
+    """Compute each row's gradient separately, with the library's own forward."""
     rows = []
     for example in examples:
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""FedProx's proximal term against the formula."""
+"""FedProx's proximal term, compared with the paper's formula."""
 
 import pytest
 import torch

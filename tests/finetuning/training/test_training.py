@@ -1,4 +1,4 @@
-"""Training steps and rounds: against plain references, unbroken or resumed, and where they stop."""
+"""Training steps and rounds: compared with plain references, resumed, and stopped."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ def train(
     rounds: int = 1,
     deadline: float = math.inf,
 ) -> tuple[TrainingReport, OptimizerState]:
-    """Train one round of several that are equally long."""
+    """Train one of several rounds of equal length."""
     local_round = LocalRound(
         steps, (round_number - 1) * len(steps), rounds * len(steps), round_number, deadline
     )
@@ -50,7 +50,7 @@ def train(
 
 
 def gradients(peft_model: Any) -> dict[str, torch.Tensor]:
-    """Take the gradients out of a model."""
+    """Return a model's gradients, and remove them from it."""
     taken = {name: p.grad for name, p in trainable_parameters(peft_model).items()}
     for parameter in peft_model.parameters():
         parameter.grad = None

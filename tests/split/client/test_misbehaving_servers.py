@@ -1,4 +1,4 @@
-"""What a server may not answer, and what the client says of it."""
+"""Answers that a server may not send, and the client's errors."""
 
 import threading
 import time
@@ -62,7 +62,7 @@ def join(model):
 
 @contextmanager
 def answered(ends, *answers, credits=4, limits=LIMITS):
-    """Yield a model whose server answers so."""
+    """Yield a model whose server sends ``answers``."""
     with serving(limits=LIMITS) as server:
         serving_thread = answering(server, *answers, credits=credits)
         lane = server.client(limits=limits)
@@ -130,7 +130,7 @@ def test_an_end_of_a_step_needs_its_fields(ends):
 
 
 def average(lane, frame, step=None, change=lambda tensors: tensors):
-    """Answer with the client's own adapters, with one thing changed."""
+    """Answer with the client's own adapters, modified by ``change``."""
     lane.send(Kind.AVERAGE, frame.step if step is None else step, tensors=change(frame.tensors))
 
 

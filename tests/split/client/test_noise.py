@@ -1,4 +1,4 @@
-"""Noise on hidden states: on everything that is sent, of the stated size, and never the same."""
+"""Noise is added to all hidden states that are sent, has the stated size, and never repeats."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.split.clients import Client, draw, serving, split_settings
 
 
 def recording(model, sent: list[torch.Tensor]) -> None:
-    """Keep the hidden states that a split model sends from now on."""
+    """Append the hidden states that a split model sends from now on to ``sent``."""
     send = model.lane.send
 
     def record(kind, step=0, micro_batch=0, tensors=None, fields=None):

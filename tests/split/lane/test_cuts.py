@@ -1,4 +1,4 @@
-"""A lane outlasts cuts: every frame arrives once and in order, wherever the network cuts."""
+"""A lane survives cuts: every frame arrives once and in order, wherever the network is cut."""
 
 import threading
 from contextlib import closing
@@ -22,7 +22,7 @@ FRAMES = 4
 
 
 def cutting(numbers):
-    """Cut the first streams, each before the message of a number; those after them are left."""
+    """Cut the first streams, each before the message with a number; don't cut later streams."""
     streams_left = list(numbers)
     present = []
 
@@ -35,7 +35,7 @@ def cutting(numbers):
 
 
 def exchange(client, lane):
-    """Send frames both ways, one of them longer than a record; check what arrives."""
+    """Send frames longer than a record in both directions; check that they arrive."""
 
     def answer():
         for number in range(FRAMES):
@@ -120,7 +120,7 @@ def test_a_stream_is_replaced_before_its_keys_are_exhausted(server):
 
 
 def sent_twice(server):
-    """Return a hostile client that has two frames, its invitation, and the server's lane."""
+    """Return a hostile client after it has received two frames, its invitation, and its lane."""
     invitation = server.invitation()
     member = Member(invitation)
     lane = server.lanes.get(timeout=SOON)

@@ -1,4 +1,4 @@
-"""Frames, limits, accounts and secrets of a lane."""
+"""Frames, limits, byte counts and secrets of a lane."""
 
 import base64
 import gc

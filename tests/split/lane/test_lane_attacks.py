@@ -145,7 +145,7 @@ CHANGES = {
 
 
 def once(change):
-    """Return a change that is made once, whatever streams follow."""
+    """Return a function that applies ``change`` only once, not in later streams."""
     left = [change]
     return lambda held, message: left.pop()(held, message) if left else [message]
 

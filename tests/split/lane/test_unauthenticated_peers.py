@@ -1,4 +1,4 @@
-"""Strangers who can reach the port take nothing from clients."""
+"""Peers without a ticket that can reach the port don't affect clients."""
 
 import queue
 import socket
@@ -27,7 +27,7 @@ HURRIED = PeerLimits(handshake_seconds=1.0, silent_seconds=0.5)
 
 
 class Stream:
-    """A stream of an outsider, who sends what a test specifies."""
+    """A stream of an outsider that sends the messages that a test specifies."""
 
     def __init__(self, address, *messages):
         self.channel = grpc.insecure_channel(address, options=channel_options(address))
@@ -68,7 +68,7 @@ def connection(server, *sent):
 
 
 def is_closed(made):
-    """Return whether the server has closed a connection that it has sent nothing over."""
+    """Return whether the server has closed a connection without sending anything."""
     try:
         return made.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
     except BlockingIOError:
@@ -161,7 +161,7 @@ def test_a_message_that_was_heard_is_answered_once_and_its_ticket_stays_good(ser
 
 
 class CountingKeys(ServerKeys):
-    """Notes how many secrets are decrypted."""
+    """Counts the secrets that are decrypted."""
 
     unwrapped = 0
 

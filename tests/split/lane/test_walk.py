@@ -1,9 +1,9 @@
-"""Random walks over a lane's states, with the network in the attacker's hands.
+"""Random walks over a lane's states, with an attacker that controls the network.
 
-Both ends are the protocol's own parts without threads: handshakes, tickets, streams, deliveries.
-The attacker delivers, keeps back, repeats, alters and exchanges messages. A model that knows
-nothing of keys says what each end must take, in which state it is then, and what has been
-delivered: every frame once, in order, and nothing else.
+Both ends consist of the protocol's own classes, without threads: handshakes, tickets, streams and
+deliveries. The attacker delivers, withholds, repeats, alters and swaps messages. A model without
+keys predicts which messages each end must accept, the resulting states, and the delivered frames:
+every frame once, in order, and nothing else.
 """
 
 import random
@@ -29,15 +29,15 @@ TWO_RECORDS = {"adapter": torch.zeros(2**18)}
 
 
 class End:
-    """One end of a lane, and what the model knows of it.
+    """One end of a lane, and the model's state of this end.
 
     Attributes:
-        delivery: Under test.
-        link: The connection over which it sends and receives; None after a cut.
-        added: Frames that its user has sent.
-        over: The next of them that goes over the link.
-        received: Numbers of the frames that its user has received.
-        known: Its own frames of which it knows that they have arrived.
+        delivery: Delivery that is tested.
+        link: The connection over which the end sends and receives; None after a cut.
+        added: Number of frames that the end's user has sent.
+        over: Number of the next frame to be sent over the link.
+        received: Numbers of the frames that the end's user has received.
+        known: Number of sent frames that the other end has acknowledged.
 
     """
 
@@ -55,9 +55,9 @@ class Wire:
     """One direction of a connection.
 
     Attributes:
-        records: Each with the sender's number of received frames, and the number of the frame that
-            it completes, or None.
-        next: The record that has to come next.
+        records: Records, each with the number of frames that it acknowledges, and the number of the
+            frame that it completes, or None.
+        next: Index of the record that must be received next.
 
     """
 
@@ -66,7 +66,7 @@ class Wire:
 
 
 class Link:
-    """A handshake, from the client's first message on, and the two streams that it leads to."""
+    """A handshake, from the client's first message on, and the two resulting streams."""
 
     def __init__(self, ticket, identity):
         keys = hybrid_keys()
@@ -87,7 +87,7 @@ class Link:
         return secrets.resumption
 
     def seal(self, sender, frame, acknowledged, number=None):
-        """Put a frame's records on the wire; CONFIRM completes none that is counted."""
+        """Send a frame's records; without ``number``, they complete no counted frame."""
         outgoing = frame if isinstance(frame, Outgoing) else Outgoing(frame, LIMITS)
         *before, last = self.streams[sender].seal(outgoing, acknowledged)
         records = [(record, acknowledged, None) for record in before]
@@ -112,11 +112,11 @@ class Walk:
 
     Attributes:
         good: Tickets that the server must accept, oldest first.
-        seen: First messages that it has received.
+        seen: First messages that the server has received.
         dialling: The client's handshake in progress.
         waiting: The server's handshakes in progress, oldest first.
-        newest: The only one of them that may still be confirmed.
-        taken: What both ends have accepted.
+        newest: The only waiting handshake that may still be confirmed.
+        taken: Counts of what both ends have accepted.
 
     """
 
@@ -130,7 +130,7 @@ class Walk:
         self.foreign = self.lane_of_another_client()
 
     def lane_of_another_client(self):
-        """Its messages are there to be exchanged with this one's."""
+        """Return a link of a different client, whose messages the attacker can insert."""
         link = Link(self.book.issue(CLINIC, 3600), CLINIC)
         link.server = ServerHandshake(hybrid_keys(), self.book)
         link.server.read(link.hello)
@@ -159,7 +159,7 @@ class Walk:
             self.check()
 
     def advance(self):
-        """Do what comes next if nobody interferes."""
+        """Take the next step of an undisturbed handshake."""
         client, link = self.ends["client"], self.dialling
         if link is not None:
             if link.hello not in self.seen:
@@ -181,7 +181,7 @@ class Walk:
             self.random.choice([self.send, self.transmit, self.take_record])(side)
 
     def finish(self):
-        """Deliver the rest over an honest network, whatever has happened."""
+        """Deliver all remaining frames over an honest network, after any walk."""
         self.dial()
         link = self.dialling
         while self.ends["server"].link is not link:
@@ -218,7 +218,7 @@ class Walk:
         return self.random.randrange(2**20) if self.random.random() < 0.5 else None
 
     def record(self, sender):
-        """Return a record of any connection: connection, number, bytes."""
+        """Choose a record of any connection; return the connection, number and bytes."""
         links = [link for link in (self.foreign, *self.links) if link.wires[sender].records]
         link = self.drawn(links)
         number, (record, _, _) = self.drawn(enumerate(link.wires[sender].records))
@@ -227,13 +227,13 @@ class Walk:
     # The handshake.
 
     def dial(self):
-        """The client has noticed a cut, or believes that there is one."""
+        """Dial as a client that has noticed a cut, or believes that there is one."""
         self.ends["client"].link = None
         self.dialling = Link(self.ticket, COURT)
         self.links.append(self.dialling)
 
     def confirmations_get_lost(self):
-        """The client tries the same ticket again and again, and never learns of another one."""
+        """Repeat handshakes with one ticket, whose confirmations never reach the client."""
         for _ in range(self.random.choice([1, TICKETS])):
             self.dial()
             self.take_hello(self.dialling)
@@ -367,7 +367,7 @@ class Walk:
             end.over += 1
 
     def take_record(self, side):
-        """Take the record that comes next; return whether there is one."""
+        """Receive the next record; return whether there is one."""
         end = self.ends[side]
         wire = end.link.wires[other(side)]
         if wire.next == len(wire.records):
@@ -384,7 +384,7 @@ class Walk:
         return True
 
     def record_arrives(self):
-        """A record is repeated, moved, altered, or of another stream, direction or lane."""
+        """Deliver a record that is repeated, moved, altered, or from a different stream or lane."""
         linked = [side for side, end in self.ends.items() if end.link]
         if not linked:
             return

@@ -1,4 +1,4 @@
-"""Adapters of parts: trained, joined and saved they are the whole model's."""
+"""Adapters of parts equal the whole model's when they are trained, joined and saved."""
 
 import shutil
 from pathlib import Path

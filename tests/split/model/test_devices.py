@@ -1,8 +1,8 @@
-"""Spreading the server's blocks over devices; on a processor as far as that goes.
+"""Spreading the server's blocks over devices, tested on the CPU as far as possible.
 
-``accelerate``'s hooks are tested with all devices being the processor, where everything must come
-out the same, and with the later blocks on the meta device: it computes shapes alone, but refuses
-tensors of other devices as a GPU does.
+``accelerate``'s hooks are tested with all devices on the CPU, where all results must be equal, and
+with later blocks on the meta device, which computes only shapes but refuses tensors of other
+devices as a GPU does.
 """
 
 import pytest
@@ -81,7 +81,7 @@ def test_unsupported_devices_are_refused(devices):
 
 
 def dispatch(body, directory):
-    """Do what ``from_pretrained`` does with a map of several devices, and hand over in between."""
+    """Dispatch as ``from_pretrained`` does with several devices, and move tensors between them."""
     model = body.model
     places = device_map(outline(directory), Partition(6, 1, 1), "body", ["cpu", "cpu"])
     skipped = model._skip_keys_device_placement

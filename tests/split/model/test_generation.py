@@ -1,4 +1,4 @@
-"""Generation through lanes: the whole model's texts, token for token, and no memory left over."""
+"""Generation through lanes yields the whole model's texts, and frees all memory."""
 
 import json
 import threading
@@ -47,7 +47,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Scene:
-    """A checkpoint with an adapter that does something, whole and in parts."""
+    """A checkpoint with an adapter that has an effect, whole and in parts."""
 
     def __init__(self, directory, architecture="Llama", adapter=None, **split) -> None:
         targets = TARGETS.get(architecture, "q_proj,v_proj")
@@ -86,7 +86,7 @@ def generated(model, seed=1, **settings) -> torch.Tensor:
 
 
 def ends_of(whole: WholeModel, settings) -> list[int]:
-    """Choose end tokens with which rows end at different times, the last one not at all."""
+    """Choose end tokens with which rows end at different times, and the last row doesn't end."""
     tokens = generated(whole, **settings, eos_token_id=[63])[:, 11:]
     tokens = torch.nn.functional.pad(tokens, (0, NEW - tokens.shape[1]))
     candidates = [int(t) for t in tokens[:2].flatten() if t and t not in tokens[2]]

@@ -1,4 +1,4 @@
-"""Loading parts: only a party's own tensors are fetched, read and held, and all are compared."""
+"""Loading parts: only a party's own tensors are fetched, read and stored, and all are compared."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ from tests.split.conftest import (
 
 
 class CountingFile:
-    """Stands for a safetensors file and notes whose values are read."""
+    """Replaces a safetensors file, and records the names of the tensors that are read."""
 
     read: ClassVar[Counter[str]] = Counter()
 

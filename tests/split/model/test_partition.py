@@ -1,4 +1,4 @@
-"""Head, body and tail are together exactly the whole model, or the model is refused."""
+"""Head, body and tail together compute exactly the whole model, or the model is refused."""
 
 import shutil
 from collections import Counter

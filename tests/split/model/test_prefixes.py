@@ -1,4 +1,4 @@
-"""Prefixes of parts: each party has those of its own blocks, and together they are the whole's."""
+"""Prefixes of parts: each party has its own blocks' prefixes, which join to the whole model's."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def fill(parts, state, name: str = "default") -> None:
 
 
 def gradients_of(parts, name: str = "default"):
-    """Return the parts' gradients as one of the whole model's prefix."""
+    """Return the parts' gradients, joined to the gradient of the whole model's prefix."""
     grads = [{n: p.grad for n, p in part.trainable(name).items()} for part in parts.values()]
     return join_adapters(grads)[SAVED]
 

@@ -1,4 +1,4 @@
-"""What is kept, sent and sent again: frames and acknowledgements in, frames out."""
+"""Deliveries: which frames are stored, sent and sent again after acknowledgements."""
 
 import tracemalloc
 
@@ -16,7 +16,7 @@ LIMITS = Limits(8, "int8", 64)
 
 
 def frame(number: int) -> Outgoing:
-    """Return a frame whose tensor takes more memory than its payload, or less."""
+    """Return a frame whose tensor needs more memory than its payload, or less."""
     tensors = {"hidden": torch.zeros(1, 1 + number % 64, 8)}
     return Outgoing(Frame(Kind.HIDDEN, number, tensors=tensors), LIMITS)
 
@@ -32,7 +32,7 @@ def sent_frames(count: int, arrived: int = 0) -> Delivery:
 
 
 def numbers_sent(delivery: Delivery) -> list[int]:
-    """Send everything that is left."""
+    """Send all remaining frames; return their numbers."""
     return [outgoing.frame.step for outgoing in iter(delivery.next, None)]
 
 
@@ -67,7 +67,7 @@ class Network:
         self.delivery.restart(len(self.arrived))
 
     def check(self) -> None:
-        """Compare what is counted with what must be kept."""
+        """Compare the counted bytes with the frames that must be stored."""
         kept = self.added[self.delivery.acknowledged :]
         unsent = self.added[len(self.arrived) + len(self.under_way) :]
         assert self.delivery.kept_bytes == sum(each.kept_bytes for each in kept)

@@ -1,4 +1,4 @@
-"""Evaluations: whatever frames come, no client exceeds the limits."""
+"""Evaluations: no sequence of frames lets a client exceed the limits."""
 
 from functools import partial
 

@@ -50,7 +50,7 @@ def refusal(call, *arguments):
 
 
 def with_mac(pair, hello):
-    """Return M1 as the owner of the pair's ticket can make it."""
+    """Return ``hello`` with a valid MAC, as the owner of the pair's ticket can create it."""
     body = hello_context(hello) + hello.wrapped
     return body + module._hello_mac(pair.ticket, body)
 

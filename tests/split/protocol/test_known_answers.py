@@ -1,8 +1,8 @@
-"""Published test vectors against the library as the protocol uses it.
+"""The cryptographic library, used as in the protocol, reproduces published test vectors.
 
-``vectors/known_answers.json`` says where each is from. There are none for our suites as a whole:
-their parts are written down here from RFC 9180, RFC 8017 and draft-connolly-cfrg-xwing-kem, shown
-to be right by the vectors, and then compared with what our code makes.
+``vectors/known_answers.json`` names the source of each vector. There are no vectors for our suites
+as a whole. Therefore, their parts are implemented here from RFC 9180, RFC 8017 and
+draft-connolly-cfrg-xwing-kem, checked with the vectors, and then compared with our code.
 """
 
 import hashlib

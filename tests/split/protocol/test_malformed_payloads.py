@@ -1,4 +1,4 @@
-"""Payloads that no honest end would send are refused by name, and break nothing."""
+"""Payloads that no honest end would send are refused with a specific error."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""A peer's text can be logged, stored and shown whatever it is."""
+"""Any text from a peer can be logged, stored and displayed."""
 
 import json
 

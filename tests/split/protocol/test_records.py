@@ -32,7 +32,7 @@ def step(value=1):
 
 
 def large():
-    """Three records' worth."""
+    """Return a frame that fills three records."""
     return Frame(Kind.AVERAGE, 5, 6, {"a": torch.arange(2**18 * 2 + 100, dtype=torch.float32)})
 
 

@@ -1,4 +1,4 @@
-"""A served model that others keep busy without a pause answers one more client all the same."""
+"""A served model answers one more client even if others keep the server busy without a pause."""
 
 import itertools
 import threading
@@ -65,7 +65,7 @@ def generate(model: SplitModel, answered: Callable[[], bool]) -> None:
 
 
 def choosing(*names: str, ahead: int) -> Work:
-    """Return work that consists of choosing models in turn, and using none.
+    """Return work that consists of choosing models in turn without using them.
 
     Args:
         names: The models.
@@ -85,7 +85,7 @@ def choosing(*names: str, ahead: int) -> Work:
 
 
 def wait_for_answers(clients: list[Busy]) -> None:
-    """Wait until each has got another answer; fail if one has ended."""
+    """Wait until each client has received another answer; fail if a client has ended."""
     before = [client.answers for client in clients]
 
     def told():
@@ -100,7 +100,7 @@ def wait_for_answers(clients: list[Busy]) -> None:
 
 @contextmanager
 def busy(clients: list[Busy]):
-    """Let clients keep the server busy, before, in and after a block, and each get answers."""
+    """Keep the server busy with clients, each of which must be answered before and in the block."""
     for client in clients:
         client.start()
     try:

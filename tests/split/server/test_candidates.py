@@ -1,4 +1,4 @@
-"""Candidate answers through lanes: the whole model's log-probabilities, and nothing more."""
+"""Candidate answers through lanes yield the whole model's log-probabilities and nothing else."""
 
 import pytest
 import torch

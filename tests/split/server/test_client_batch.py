@@ -1,4 +1,4 @@
-"""Stacked training equals copies of head and tail around one body, even if clients leave."""
+"""Stacked training equals training with separate heads and tails, even if clients leave."""
 
 import time
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def batches_of(name: str, step: list[int]):
 
 
 class Reference:
-    """One whole model, whose head and tail are each client's own, one after another."""
+    """One whole model, into which each client's head and tail are loaded in turn."""
 
     def __init__(self, base, state, split) -> None:
         self.model = whole_model(base, state)
@@ -74,7 +74,7 @@ class Reference:
         self.losses: dict[str, list[float]] = {name: [] for name in SIZES}
 
     def gradients(self, name: str, batches, targets: int) -> dict[str, torch.Tensor]:
-        """Return the gradients of some micro-batches, of the mean over the client's step."""
+        """Return the gradients of some micro-batches' losses, averaged over the client's step."""
         load_state(self.ends, self.own[name])
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -84,7 +84,7 @@ class Reference:
         return {n: p.grad * (found / targets) for n, p in self.parameters.items()}
 
     def step(self, index: int, finished: Mapping[str, int | None]) -> None:
-        """Take a step; of a client that leaves in it, a number of micro-batches count."""
+        """Take a step; ``finished`` is a leaving client's number of micro-batches, else None."""
         counted = 0
         squares = 0.0
         body = {name: torch.zeros_like(p) for name, p in self.body.items()}

@@ -14,7 +14,7 @@ class Owner:
 
 
 class Thread:
-    """A compute thread whose clock the test moves, and the names of its jobs in their order."""
+    """A compute thread whose clock is set by the test, and the names of its jobs in order."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Malicious clients with a lane take nothing from others."""
+"""Malicious clients with a lane don't affect other clients."""
 
 import re
 import time
@@ -19,7 +19,7 @@ from tests.split.lanes import SOON, Proxy, ended
 
 
 class Dribble(Proxy):
-    """Forwards one byte at a time to the server, once it is told to."""
+    """Forwards one byte at a time to the server once ``slow`` is set."""
 
     slow = False
 
@@ -52,7 +52,7 @@ def test_a_frame_that_comes_a_byte_at_a_time_is_cut_by_the_frame_timeout(base, b
 
 
 def spoil(change):
-    """Return a function that applies ``change`` to the numbers of a client's frames."""
+    """Return a function that applies ``change`` to the tensors in a client's frames."""
 
     def disturb(model):
         send = model.lane.send
@@ -98,7 +98,7 @@ SPOILT = {
 
 
 def train_beside(base, beginning, disturb, names=tuple(SIZES), lifetime=60.0, **changes):
-    """Train together with beta, whose frames are disturbed; return what was trained, accounts."""
+    """Train together with beta, whose frames are disturbed; return the weights and the accounts."""
     split = split_settings(**({"schedule": "client-batch"} | changes))
     clients = [Client(name, base, split) for name in names]
     for client in clients:

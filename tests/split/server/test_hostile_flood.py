@@ -1,4 +1,4 @@
-"""A flood of hostile peers beside three honest clients costs these no bit, and leaves nothing."""
+"""A flood of hostile peers changes no bit of honest clients' results, and leaks nothing."""
 
 import ctypes
 import gc
@@ -45,7 +45,7 @@ _SETTLED_SECONDS = 60.0
 
 
 def serve(link, base: Path, split: SplitSettings, state: bytes) -> None:
-    """Serve in a process of its own; a message is the name and the arguments of a method."""
+    """Serve in a separate process; a message contains a method's name and arguments."""
     torch.set_num_threads(1)
     with serving(base, load(state), split) as server, suppress(EOFError):
         while True:
@@ -61,7 +61,7 @@ def serve(link, base: Path, split: SplitSettings, state: bytes) -> None:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the server's process uses; memory is resident bytes."""
+    """The resources of the server's process; memory is in resident bytes."""
 
     memory: int
     threads: int
@@ -69,7 +69,7 @@ class Resources:
 
 
 class RemoteServer:
-    """A block server in a process of its own; its methods are the block server's."""
+    """A block server in a separate process, with the block server's methods."""
 
     def __init__(self, base: Path, split: SplitSettings, state: bytes) -> None:
         context = multiprocessing.get_context("spawn")
@@ -90,7 +90,7 @@ class RemoteServer:
             return self._link.recv()
 
     def resources(self, idle: Resources | None) -> Resources:
-        """Measure the process once connections and lanes that ended are gone, or after a minute."""
+        """Measure the process once ended connections and lanes are closed, or after a minute."""
         process, end = psutil.Process(self._process.pid), time.monotonic() + _SETTLED_SECONDS
         while idle is not None and time.monotonic() < end:
             if process.num_fds() <= idle.descriptors and process.num_threads() <= idle.threads:
@@ -117,14 +117,14 @@ def patiently(act):
 
 
 class Patient(Client):
-    """An honest client that dials again."""
+    """An honest client that retries until the server accepts its connection."""
 
     def train(self, *arguments, **named) -> State:
         return patiently(lambda: super(Patient, self).train(*arguments, **named))
 
 
 class Flood:
-    """Hostile peers of all kinds, and one that joins the round; used in a ``with`` statement.
+    """Context manager that runs hostile peers of all kinds, and a peer that joins the round.
 
     Args:
         server: The server to attack.
@@ -195,7 +195,7 @@ class Flood:
 
 
 def spoil(invitation: Invitation) -> None:
-    """Join a round of training, and send numbers that would make others' gradients NaN."""
+    """Join a training round, and send numbers that would make other clients' gradients NaN."""
     with closing(patiently(lambda: Member(invitation))) as member:
         fields = {"steps": STEPS, "first_step": 0, "total_steps": STEPS, "longest": 4}
         member.send(join(member.sealer, fields | {"wants_gradient": True}))
@@ -212,7 +212,7 @@ def train_all(clients, server: RemoteServer, state: State, together: bool) -> di
 
 
 def run(base: Path, state: State, split: SplitSettings, idle: Resources | None):
-    """Train the rounds, undisturbed if ``idle`` is None; return weights and resources of each."""
+    """Train the rounds, undisturbed if ``idle`` is None; return weights and resources by round."""
     clients = [Patient(name, base, split) for name in SIZES]
     together = split.schedule == "client-batch"
     weights, resources = [], []

@@ -1,4 +1,4 @@
-"""Clients of a stack that send frames which no program of ours would send."""
+"""Clients in a stack that send frames which our programs never send."""
 
 from contextlib import ExitStack, closing, contextmanager
 
@@ -16,7 +16,7 @@ COUNTS = {"targets": 1, "step_targets": 1, "micro_batches": 1}
 
 @contextmanager
 def joined(base, beginning, names, steps=1, longest=4, **changes):
-    """Yield a server with ``client-batch``, and its members, who have joined."""
+    """Yield a server with ``client-batch``, and the members that have joined."""
     split = split_settings(schedule="client-batch", **changes)
     fields = {"steps": steps, "first_step": 0, "total_steps": steps, "longest": longest}
     train = TRAIN.model_copy(update={"max_gradient_norm": 0.0})
@@ -37,7 +37,7 @@ def awaited(member, kind):
 
 
 def send_gradient(member, **named):
-    """Send a micro-batch's gradient after its output."""
+    """Wait for a micro-batch's output, and send its gradient."""
     awaited(member, Kind.HIDDEN)
     member.send(hostile.gradient(member.sealer, WIDTH, **named))
 
@@ -69,7 +69,7 @@ def step_of(base, beginning, sent, **changes):
     Args:
         base: The base model.
         beginning: The adapter.
-        sent: Columns, targets, and the number of which the gradient consists, by client.
+        sent: Columns, targets and the value of all elements of the gradient, keyed by client.
         changes: Settings.
 
     Returns:
@@ -142,7 +142,7 @@ def test_targets_that_a_client_does_not_have_buy_no_share(
 
 
 def step_with(base, beginning, clients, factors):
-    """Return the gradients and the ends of a step that came to clients, whose own are scaled."""
+    """Return the gradients and STEP frames that clients receive if they scale their gradients."""
     hidden, gradient = torch.randn(2, 1, 4, WIDTH, generator=torch.Generator().manual_seed(0))
     plan = {"steps": 1, "first_step": 0, "total_steps": 1, "longest": 4, "wants_gradient": True}
     states = {"hidden": hidden, "lengths": torch.tensor([4])}

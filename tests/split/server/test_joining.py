@@ -1,4 +1,4 @@
-"""Clients that wait for each other at the beginning of a round, and the end of the server."""
+"""Clients that wait for each other at the beginning of a round, and the server's stop."""
 
 import threading
 

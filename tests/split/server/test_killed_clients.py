@@ -1,4 +1,4 @@
-"""Clients whose process is killed in the middle of a step, by each schedule."""
+"""Clients whose process is killed during a step, with each schedule."""
 
 import multiprocessing
 import signal
@@ -71,7 +71,7 @@ def train_until(stage: str, base: Path, split: SplitSettings, state: State, link
 
 
 class Beta:
-    """A client in a process of its own."""
+    """A client in a separate process."""
 
     def __init__(self, *arguments) -> None:
         context = multiprocessing.get_context("spawn")
@@ -81,7 +81,7 @@ class Beta:
         other.close()
 
     def train(self, server: BlockServer) -> None:
-        """Begin to train; ends with its death."""
+        """Start to train, and kill the client's process when it has reached its stage."""
         self._link.send(server.invite_to_train("beta", 1, 0, 60.0))
         assert self._link.poll(120) and self._link.recv() == "here"
         self._process.kill()
@@ -89,7 +89,7 @@ class Beta:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it has come to its stage."""
+        """Whether the client was killed at its stage."""
         return self._process.exitcode == -signal.SIGKILL
 
 

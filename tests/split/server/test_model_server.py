@@ -1,4 +1,4 @@
-"""The server of trained models: standing tickets, one lane per client, and a definite end."""
+"""The server of trained models: standing tickets, one lane per client, and the server's stop."""
 
 import threading
 import time

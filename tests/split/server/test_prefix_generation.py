@@ -1,4 +1,4 @@
-"""Generation with prefixes: through lanes it is what PEFT's own ``generate`` gives."""
+"""Generation with prefixes through lanes equals PEFT's own ``generate``."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Training and evaluation with prefixes through lanes, and what prefixes take of the budget."""
+"""Training and evaluation with prefixes through lanes, and their share of the token budget."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Lanes that are cut and resumed: the run equals one without a cut, bit for bit."""
+"""A run whose lanes are cut and resumed equals a run without cuts, bit for bit."""
 
 import socket
 import time
@@ -32,8 +32,8 @@ DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
 def cut_at(places, late=()):
     """Return a function that cuts the network under a lane.
 
-    Places are (step, kind of frame, "before" it went or "after" it came and was answered) each, in
-    their order; of steps that are ``late`` the frame is sent late.
+    Places are (step, kind of frame, "before" or "after"), in order: before the frame is sent, or
+    after it has been answered. Frames whose (step, kind) is in ``late`` are sent late.
     """
     left = list(places)
 
@@ -59,7 +59,7 @@ def cut_at(places, late=()):
 
 
 def run(base, beginning, split, steps, disturbing):
-    """Train a round; return all weights, moments and losses, and the accounts."""
+    """Train a round; return all weights, optimizer moments and losses, and the lanes' accounts."""
     clients = [Client(name, base, split, DROPOUT) for name in steps]
     with serving(base, beginning, split, DROPOUT) as server:
         server.begin_round({name: SIZES[name] for name in steps}, 0)
@@ -223,7 +223,7 @@ def test_cutting_is_no_excuse_for_silence(base, beginning):
 
 
 class ForgetfulProxy(Proxy):
-    """Forwards TCP; drops the first connection so that only the client notices it."""
+    """Forwards TCP; drops the first connection so that only the client notices."""
 
     def __init__(self, address, bytes_up):
         self._bytes_up = bytes_up

@@ -1,4 +1,4 @@
-"""What a client may not do, and how its lane ends; other clients' training is not affected."""
+"""Violations by a client end its lane with a reason, and don't affect other clients' training."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 
 
 class Refusals:
-    """A client that does something forbidden; its lane must end with a reason."""
+    """A client that violates the protocol; its lane must end with a reason."""
 
     def __init__(self, base, split) -> None:
         self.client = Client("alpha", base, split)
@@ -116,12 +116,12 @@ def a_step_too_many(self, model):
 
 
 def joined(**counts):
-    """Join with other counts than a client of these examples has."""
+    """Return a violation: to join with counts that don't match the client's examples."""
     return lambda self, model: self.join(model, **counts)
 
 
 def counted(**counts):
-    """Send a micro-batch with other counts than it can have."""
+    """Return a violation: to send a micro-batch with impossible counts."""
     return lambda self, model: (self.join(model), self.send_hidden(model, **counts))
 
 
@@ -325,7 +325,7 @@ def hold(started, release):
 
 @contextmanager
 def busy(server):
-    """Keep the compute thread from what comes while the block runs."""
+    """Keep the compute thread from running new jobs within the block."""
     started, release = threading.Event(), threading.Event()
     thread = threading.Thread(target=server._compute.call, args=[partial(hold, started, release)])
     thread.start()
@@ -338,7 +338,7 @@ def busy(server):
 
 
 def cleans_up(server):
-    """Return whether a lane's thread waits to free what its client held."""
+    """Return whether a job waits that frees the memory of a client."""
     return any(job.priority is Priority.CLEANUP for job in server._compute._waiting)
 
 

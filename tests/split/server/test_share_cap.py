@@ -1,4 +1,4 @@
-"""How much of the body's gradient one client may be, in numbers."""
+"""The maximum share of the body's gradient that one client can have, in numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Clients that are silent while others wait for memory that they hold at the server."""
+"""Clients that are silent while they occupy server memory for which other clients wait."""
 
 import time
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ NAMES = ("alpha", "beta")
 
 @contextmanager
 def generating(base, beginning, lifetime=60.0, **timeouts):
-    """Yield two clients; there is room for one generation."""
+    """Yield two clients of a server with memory for only one generation."""
     split = split_settings(activation_budget=100, **timeouts)
     clients = [Client(name, base, split) for name in NAMES]
     with serving(base, beginning, split) as server, ExitStack() as lanes:
@@ -31,7 +31,7 @@ def generating(base, beginning, lifetime=60.0, **timeouts):
 
 @contextmanager
 def training(base, beginning, **timeouts):
-    """Yield two clients; there is room for one micro-batch."""
+    """Yield two clients of a server with memory for only one micro-batch."""
     split = split_settings(schedule="hierarchical", activation_budget=20, **timeouts)
     clients = [Client(name, base, split) for name in NAMES]
     with serving(base, beginning, split) as server, ExitStack() as lanes:

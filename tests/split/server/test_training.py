@@ -1,4 +1,4 @@
-"""Training through lanes equals training in one process: every loss, every final weight."""
+"""Training through lanes yields the losses and final weights of training in one process."""
 
 import pytest
 import torch

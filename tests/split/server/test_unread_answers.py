@@ -1,4 +1,4 @@
-"""Clients that acknowledge nothing of what they are sent, and what the server keeps for them."""
+"""Clients that acknowledge no frames, and the memory that the server uses for them."""
 
 import gc
 import threading
@@ -22,7 +22,7 @@ ANSWER_BYTES = ROWS * COLUMNS * WIDTH * 4
 
 
 def bytes_in_memory() -> int:
-    """Count the bytes of all hidden states and gradients that the process keeps."""
+    """Count the bytes of all hidden states and gradients in this process."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
     storages = [t.untyped_storage() for t in tensors if t.dim() == 3 and t.shape[2] == WIDTH]
@@ -66,7 +66,7 @@ def test_an_unread_answer_keeps_no_other_client_s_rows(base, beginning):
 
 
 def assert_released(before: int) -> None:
-    """Wait until no more is kept than before, except for a few tensors in use."""
+    """Wait until no more bytes are in memory than before, except for a few tensors in use."""
 
     def more() -> int:
         return bytes_in_memory() - before
@@ -75,11 +75,11 @@ def assert_released(before: int) -> None:
 
 
 def max_cached_tokens(tokens: int, window: int) -> int:
-    """Return the bytes that a server keeps for a client at most.
+    """Return the maximum number of bytes that a server stores for a client.
 
     Args:
-        tokens: The most of a micro-batch.
-        window: Micro-batches that may be in flight at once.
+        tokens: Maximum number of tokens in a micro-batch.
+        window: Maximum number of micro-batches in flight.
 
     """
     average = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
@@ -87,7 +87,7 @@ def max_cached_tokens(tokens: int, window: int) -> int:
 
 
 def leave_unread(member: Member, count: int, **fields) -> int:
-    """Request answers, acknowledge none, and return how many came before the lane ended."""
+    """Request answers, acknowledge none, and return how many arrived before the lane ended."""
     for number in range(count):
         member.send(hidden(member.sealer, WIDTH, ROWS, COLUMNS, **fields))
         if member.wait_for(Kind.HIDDEN, Kind.ERROR) is not Kind.HIDDEN:
@@ -96,7 +96,7 @@ def leave_unread(member: Member, count: int, **fields) -> int:
 
 
 def leave_all_unread(member: Member, most: int, between, **fields) -> None:
-    """Leave answers unread until the lane ends, and do something when half of them are kept."""
+    """Leave answers unread until the lane ends; call ``between`` when half of them are stored."""
     member.send(join(member.sealer, {"model": "base"}))
     assert member.wait_for(Kind.WELCOME, Kind.ERROR) is Kind.WELCOME
     before, half = bytes_in_memory(), most // ANSWER_BYTES // 2

@@ -1,4 +1,4 @@
-"""The handshake of docs/wire.md, written from that page: M1, M2, M3 and the key schedule."""
+"""The handshake of docs/wire.md, implemented from that page: M1, M2, M3 and the key schedule."""
 
 import base64
 import hashlib
@@ -31,7 +31,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What the client received over another channel."""
+    """The data that a client receives over a different channel."""
 
     address: str
     suite: str
@@ -60,7 +60,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class StreamSecrets:
-    """What a finished handshake yields."""
+    """The keys and the ticket that result from a finished handshake."""
 
     up: bytes
     down: bytes
@@ -68,7 +68,7 @@ class StreamSecrets:
 
 
 def derive(secret: bytes, label: str, context: bytes, size: int) -> bytes:
-    """Return the page's ``derive``."""
+    """Derive a key with the function that the page calls ``derive``."""
     info = bytes([len(label)]) + label.encode() + context
     return HKDF(hashes.SHA256(), size, b"chambers lane 3", info).derive(secret)
 
@@ -84,7 +84,7 @@ def prefix(number: int) -> bytes:
 def hello_front(
     invitation: Invitation, ticket: Ticket, share: bytes, key_identifier: bytes
 ) -> bytes:
-    """Return what stands before the wrapped secret in M1."""
+    """Return the bytes before the wrapped secret in M1."""
     run, node = invitation.run.encode(), invitation.node.encode()
     return b"".join(
         [
@@ -125,7 +125,7 @@ def stream_secrets(secrets: bytes, transcript: bytes) -> StreamSecrets:
 
 
 def wrap(suite: str, server_key: bytes, secret: bytes, front: bytes) -> bytes:
-    """Encrypt a secret to the server's key, for one M1."""
+    """Encrypt a secret with the server's public key, for one M1."""
     if suite == "rsa-3072":
         oaep = padding.OAEP(padding.MGF1(hashes.SHA256()), hashes.SHA256(), WRAP_LABEL + front)
         return load_der_public_key(server_key).encrypt(secret, oaep)
@@ -160,13 +160,13 @@ class Handshake:
         self.hello = write_hello(front, wrapped, ticket)
 
     def answer(self, second: bytes) -> tuple[bytes, StreamSecrets]:
-        """Take M2.
+        """Process M2.
 
         Returns:
-            M3, and what the stream is encrypted with.
+            M3, and the keys of the stream.
 
         Raises:
-            ValueError: M2 is malformed, or not the server's.
+            ValueError: M2 is malformed, or was not sent by the server.
 
         """
         if len(second) != 70 or second[:6] != prefix(2):

@@ -1,4 +1,4 @@
-"""A client's lane as docs/wire.md describes it, written from that page: streams and cuts."""
+"""A client's lane, implemented from docs/wire.md: streams, and their replacement after cuts."""
 
 import time
 from collections import deque
@@ -27,20 +27,20 @@ MAX_BYTES_OF_A_KEY = 2**38 - 2**32
 
 
 class LaneEndedError(Exception):
-    """The server ended the lane, or broke the protocol."""
+    """The server has ended the lane, or violated the protocol."""
 
 
 class Lane:
     """One client's lane, used by one thread.
 
     Args:
-        invitation: Ticket, key and address.
+        invitation: Invitation with the ticket, the server's key and its address.
         wire: The run's ``split.wire-dtype``.
         deadline: Deadline of the lane, on ``time.monotonic``'s clock.
         resume_timeout: ``split.resume-timeout``.
         retry_seconds: Seconds between two attempts to open a stream.
         max_bytes_of_a_key: Bytes in one direction after which a stream is replaced.
-        dial: Opens a stream.
+        dial: Function that opens a stream.
 
     Attributes:
         streams: Number of confirmed handshakes.
@@ -76,7 +76,7 @@ class Lane:
         tensors: Mapping[str, torch.Tensor] | None = None,
         fields: Mapping[str, Value] | None = None,
     ) -> None:
-        """Send a frame; hidden states and gradients are put into the wire type."""
+        """Send a frame; convert hidden states and gradients to the wire type."""
         written: dict[str, torch.Tensor] = {}
         for name, tensor in (tensors or {}).items():
             if name in ("hidden", "gradient"):
@@ -93,11 +93,11 @@ class Lane:
             self._stream.close()
 
     def receive(self, timeout: float) -> Frame:
-        """Return the next delivered frame; streams that were cut are replaced meanwhile.
+        """Return the next delivered frame; replace streams that are cut while waiting.
 
         Raises:
-            LaneEndedError: The server gave a reason, or no stream can be opened.
-            TimeoutError: No frame came in time.
+            LaneEndedError: The server has sent a reason, or no stream can be opened.
+            TimeoutError: No frame arrived in time.
 
         """
         end = time.monotonic() + timeout
@@ -122,7 +122,7 @@ class Lane:
             raise LaneEndedError(f"{frame.kind.name}: {reason}")
 
     def close(self) -> None:
-        """Send CLOSE, and wait until the server has sent its own."""
+        """Send CLOSE, and wait for the server's CLOSE."""
         self._put(Frame(Kind.CLOSE, payload=write_payload({}, {})))
         end = time.monotonic() + CLOSE_SECONDS
         try:
@@ -135,7 +135,7 @@ class Lane:
         self._stream.close()
 
     def _connect(self, patience: float) -> None:
-        """Open the next stream, and send again what the server lacks."""
+        """Open the next stream, and resend frames that the server has not received."""
         until = time.monotonic() + patience
         while True:
             try:
@@ -182,7 +182,7 @@ class Lane:
                 return frame
 
     def _forget(self, acknowledged: int) -> None:
-        """Drop the frames that the server has received."""
+        """Delete the frames that the server has acknowledged."""
         if not self._acknowledged <= acknowledged <= self._acknowledged + len(self._kept):
             raise LaneEndedError(f"the server acknowledges {acknowledged} frames")
         while self._acknowledged < acknowledged:

@@ -1,4 +1,4 @@
-"""Head and tail on the client that was written from docs/wire.md: what a training loop uses."""
+"""A split model on the client that was implemented from docs/wire.md."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ FRAME_SECONDS = 60.0
 
 
 class WireModel:
-    """A split model whose frames are those of docs/wire.md; the mathematics are ours."""
+    """A split model that sends frames as docs/wire.md describes, but uses our parts and losses."""
 
     columns_before = 0
 
@@ -47,7 +47,7 @@ class WireModel:
         self._credits = int(self._receive(Kind.WELCOME).fields["credits"])
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
-        """Choose what is evaluated."""
+        """Choose the model to evaluate."""
         for part in (self._head, self._tail):
             part.use(None if adapters is None else "default")
         if adapters is not None:
@@ -56,7 +56,7 @@ class WireModel:
         self._credits = int(self._receive(Kind.WELCOME).fields["credits"])
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Run a step's forward and backward passes, as many at once as there are credits."""
+        """Run a step's forward and backward passes, with as many in flight as there are credits."""
         if self._average_every and self._step and self._step % self._average_every == 0:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
             self.lane.send(Kind.AVERAGE, self._step, tensors=own)
@@ -100,7 +100,7 @@ class WireModel:
 
     @torch.no_grad()
     def clip(self, maximum: float, reported: int | None = None) -> float:
-        """End a step: the server answers with the norm over all parties and the factor."""
+        """End a step; the server answers with the norm over all parties and the clipping factor."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         square = squared_norm(gradients) if reported is None else reported
         self.lane.send(Kind.STEP, self._step, fields={"squared_norm": square})
@@ -132,7 +132,7 @@ class WireModel:
 
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> torch.Tensor:
-        """Continue prompts greedily; no row ends before the others."""
+        """Continue prompts greedily, all by ``new_tokens`` tokens."""
         self._head.train(False)
         self._tail.train(False)
         columns, lengths = tokens.shape[1], mask.sum(dim=1)
@@ -154,7 +154,7 @@ class WireModel:
 
     @torch.no_grad()
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute beginnings once, and their endings after them."""
+        """Compute each beginning once, and then its endings."""
         (rows, columns), more = batch.beginnings.shape, batch.endings.shape[1]
         each = len(batch.endings) // rows
         left = Padding("left", batch.beginning_lengths)

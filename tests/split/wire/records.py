@@ -1,4 +1,4 @@
-"""Records, frames and payloads of docs/wire.md, written from that page."""
+"""Records, frames and payloads of docs/wire.md, implemented from that page."""
 
 import json
 import struct
@@ -44,10 +44,10 @@ Value = str | bool | int | float
 
 @dataclass
 class Frame:
-    """One frame, with its payload as it travels.
+    """One frame, with its payload as sent over the network.
 
     Attributes:
-        acknowledged: In a received frame, what its last record's header acknowledges.
+        acknowledged: In a received frame, the acknowledgement in its last record's header.
 
     """
 
@@ -64,7 +64,7 @@ class Sealer:
     """Encrypts one direction of a stream.
 
     Attributes:
-        encrypted: Bytes so far under this key.
+        encrypted: Number of bytes encrypted with this key so far.
 
     """
 
@@ -97,10 +97,10 @@ class Sealer:
 
 
 class Opener:
-    """Decrypts the other direction, record by record.
+    """Decrypts the other direction of a stream, record by record.
 
     Attributes:
-        decrypted: Bytes so far under this key.
+        decrypted: Number of bytes decrypted with this key so far.
 
     """
 
@@ -111,11 +111,11 @@ class Opener:
         self.decrypted = 0
 
     def open(self, record: bytes) -> Frame | None:
-        """Return a frame with its last record.
+        """Decrypt a record; return a frame if this is its last record, else None.
 
         Raises:
-            ValueError: The server has sent what it may not send.
-            CutError: The record is not the next one of the server.
+            ValueError: The server has violated the protocol.
+            CutError: The record is not the next one that the server sent.
 
         """
         header = record[: HEADER.size]
@@ -142,7 +142,7 @@ class Opener:
 
 
 def write_payload(tensors: dict[str, torch.Tensor], fields: dict[str, Value]) -> bytes:
-    """Return a payload; the library writes larger elements first, and names in their order."""
+    """Return a payload; the library sorts tensors by element size, largest first, then by name."""
     texts = {name: json.dumps(value) for name, value in fields.items()}
     written = save({n: t.contiguous() for n, t in tensors.items()}, texts or None)
     (length,) = struct.unpack_from("<Q", written)
@@ -152,7 +152,7 @@ def write_payload(tensors: dict[str, torch.Tensor], fields: dict[str, Value]) ->
 
 
 def read_payload(payload: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Value]]:
-    """Return a payload's tensors, in memory of their own, and its fields."""
+    """Return a payload's tensors, copied to separate memory, and its fields."""
     (length,) = struct.unpack_from("<Q", payload)
     texts = json.loads(payload[8 : 8 + length]).get("__metadata__", {})
     tensors = {name: value.clone() for name, value in load(payload).items()}
@@ -171,7 +171,7 @@ def to_wire(wire: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tenso
 
 
 def from_wire(wire: str, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what the tensors stand for."""
+    """Return the hidden states or gradient that the tensors encode."""
     if wire == "int8":
         return tensors[name].float() * tensors[f"{name}.scale"][:, :, None]
     return tensors[name]

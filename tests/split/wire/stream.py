@@ -1,4 +1,4 @@
-"""One gRPC stream of docs/wire.md, written from that page."""
+"""One gRPC stream of docs/wire.md, implemented from that page."""
 
 import queue
 import threading
@@ -29,7 +29,7 @@ class CutError(Exception):
 
 
 class Stream:
-    """Messages both ways over a connection of its own.
+    """Messages in both directions over a separate connection.
 
     Args:
         address: Host and port.
@@ -46,7 +46,7 @@ class Stream:
         threading.Thread(target=self._read, name="wire-read", daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        """Queue a message; whether the stream still exists shows on receiving."""
+        """Queue a message; if the stream has ended, only ``receive`` raises an error."""
         self._up.put(message)
 
     def receive(self, timeout: float) -> bytes:
@@ -54,7 +54,7 @@ class Stream:
 
         Raises:
             CutError: The stream has ended.
-            TimeoutError: No message came in time.
+            TimeoutError: No message arrived in time.
 
         """
         try:
@@ -67,7 +67,7 @@ class Stream:
         return message
 
     def close(self) -> None:
-        """End the stream, without a word."""
+        """Cancel the stream without sending a message."""
         self._up.put(None)
         self._call.cancel()
         self._channel.close()

@@ -1,4 +1,4 @@
-"""A client that was written from docs/wire.md alone does what ours does, bit for bit."""
+"""A client that was implemented only from docs/wire.md equals ours, bit for bit."""
 
 import functools
 import time
@@ -43,7 +43,7 @@ DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
 
 
 def read_record(made) -> handshake.Invitation:
-    """Read what travels in a Flower message."""
+    """Read an invitation from the record that a Flower message contains."""
     record = lane_record(made, {})
     return handshake.Invitation(
         address=record["address"],
@@ -57,7 +57,7 @@ def read_record(made) -> handshake.Invitation:
 
 
 class WireClient(Client):
-    """The test's client on the independent lane."""
+    """A test client that uses the independent implementation of lanes."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments)
@@ -91,7 +91,7 @@ class WireClient(Client):
 
 
 def trained(base, beginning, split, steps, client):
-    """Train a round; return losses, weights and moments, and the server's account."""
+    """Train a round; return losses, weights and optimizer moments, and the server's account."""
     with serving(base, beginning, split, DROPOUT) as server:
         server.begin_round({"alpha": 9}, 0)
         ends = client.train(server, beginning, steps)
@@ -143,7 +143,7 @@ def test_a_squared_norm_may_be_a_whole_number(base, beginning):
 
 
 def evaluated(base, beginning, split, client):
-    """Evaluate and generate; return what was computed and all hidden states that came down."""
+    """Evaluate and generate; return the results and all hidden states that the server sent."""
     parts = take_apart(beginning, partition_of(base, split))
     ends = parts["head"] | parts["tail"]
     batches = [collate(draw(17, 1)[i : i + 3], 0) for i in range(0, 17, 3)]
@@ -203,11 +203,11 @@ def test_it_evaluates_and_generates_as_ours_does(base, beginning, ours_evaluated
 
 
 class LossyNetwork:
-    """Loses messages of a lane, counted over its streams, and cuts their stream with them.
+    """Drops messages of a lane, counted over all streams, and cuts the stream of each.
 
     Args:
-        up: The client's messages that are lost, from 0.
-        down: The server's.
+        up: Numbers of the client's messages that are dropped, from 0.
+        down: Numbers of the server's messages that are dropped.
 
     """
 

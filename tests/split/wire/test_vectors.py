@@ -1,4 +1,4 @@
-"""docs/wire-vectors.json is what our code, and the client written from docs/wire.md alone, make."""
+"""docs/wire-vectors.json matches our code and the client implemented only from docs/wire.md."""
 
 import ast
 import hashlib

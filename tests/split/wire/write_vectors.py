@@ -1,7 +1,7 @@
-"""The test vectors beside docs/wire.md, made by our code from fixed secrets.
+"""Create the test vectors for docs/wire.md with our code, from fixed secrets.
 
-``python -m tests.split.wire.write_vectors > docs/wire-vectors.json`` writes them anew. Only the
-wrapped secrets differ from time to time: to wrap is to draw random numbers.
+``python -m tests.split.wire.write_vectors > docs/wire-vectors.json`` replaces the vectors.
+Only the wrapped secrets change each time, because wrapping draws random numbers.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _WIRES = ("float32", "bfloat16", "int8")
 
 @dataclass(frozen=True)
 class Sent:
-    """A frame of a stream: who sends it, and how many of the other side's it acknowledges."""
+    """A frame of a stream, its sender, and the number of frames that it acknowledges."""
 
     direction: str
     frame: Frame
@@ -97,7 +97,7 @@ def _rsa_key() -> bytes:
 
 
 def server_keys(suite: Any, private: dict[str, str]) -> ServerKeys:
-    """Return a server's key pair of given private keys."""
+    """Return a server's key pair, created from private keys."""
     kinds = {"ml-kem-768-x25519": keys._HybridKey, "rsa-3072": keys._RsaKey}
     key: Any = object.__new__(kinds[suite])
     if suite == "rsa-3072":
@@ -117,7 +117,7 @@ def server_keys(suite: Any, private: dict[str, str]) -> ServerKeys:
 
 @contextmanager
 def _drawing(*values: bytes, shares: Sequence[str] = ()) -> Iterator[None]:
-    """Let our code draw these secrets and X25519 keys."""
+    """Make our code draw the given secrets and X25519 keys."""
     made = [X25519PrivateKey.from_private_bytes(bytes.fromhex(each)) for each in shares]
     with (
         patch.object(secrets, "token_bytes", side_effect=values),
@@ -131,8 +131,8 @@ def shake_hands(case: dict[str, Any], book: TicketBook) -> dict[str, Any]:
     """Complete a handshake with the secrets of a case; return its messages and keys.
 
     Args:
-        case: Secrets, and the wrapped one, if it isn't to be wrapped anew.
-        book: Has the case's ticket.
+        case: Secrets, and the wrapped secret unless it must be wrapped again.
+        book: Ticket book that contains the case's ticket.
 
     """
     ticket = Ticket(*(bytes.fromhex(case[name]) for name in ("ticket", "ticket_secret")))
@@ -196,8 +196,8 @@ def streams(wrapped: Sequence[str] = (), rsa_key: str = "") -> list[dict[str, An
     """Return all streams.
 
     Args:
-        wrapped: The wrapped secrets; without them they are wrapped anew.
-        rsa_key: The server's RSA key; without it a new one is made.
+        wrapped: The wrapped secrets; if empty, secrets are wrapped again.
+        rsa_key: The server's RSA key; if empty, a new key is created.
 
     """
     made: list[dict[str, Any]] = []
