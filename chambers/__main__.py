@@ -76,7 +76,7 @@ app.add_typer(
 app.add_typer(
     _group("chambers sheet", {"make": Make, "read": Read}),
     name="sheet",
-    help="Have people score answers without knowing which model has written which answer.",
+    help="Have people score answers without showing them which model wrote which answer.",
     short_help="Run a blinded human evaluation.",
 )
 
@@ -88,8 +88,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="chambers COMMAND --help lists a command's options. docs/deployment.md describes "
-    "deployments.",
+    epilog="chambers COMMAND --help lists all options. docs/deployment.md describes deployments.",
 )
 def _chambers(
     version: Annotated[

@@ -42,9 +42,8 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors in a simulation.
 
     If all clients must train concurrently, each has its own actor. Otherwise, clients take turns on
-    one actor per GPU or, on a machine without GPUs, per core, if memory and cores suffice.
-    Without GPUs, each client of a strategy other than fl-glm has its own actor if there are fewer
-    than two clients per core, because otherwise some cores would be idle in the last turn.
+    one actor per GPU or, without GPUs, per core, if memory allows. Without GPUs, in strategies
+    other than fl-glm, fewer than two clients per core have one actor each, to avoid idle cores.
 
     Raises:
         UserError: This machine can't simulate all clients concurrently, as the schedule requires,

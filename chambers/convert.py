@@ -20,7 +20,7 @@ class Convert:
     become Llama models; ChatGLM2-6B and ChatGLM3-6B become GLM models. TARGET is a new folder, to
     which the command writes the tensors in safetensors format, a fast tokenizer, the chat template,
     and a README.md with the digests of the original's files. To use the converted model, set
-    model.name to TARGET. No code of the original is run. docs/models.md lists the supported models.
+    model.name to TARGET. No code of the original runs. docs/models.md names unsupported models.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     source: Annotated[str, argument("SOURCE")]

@@ -17,8 +17,7 @@ ACCESS_LOG = Path("proxy") / "access.log"
 _PERIOD_SECONDS = 3600.0
 # Number of bytes to read from the end of the log, about 45,000 requests.
 _MAX_BYTES = 4 * 2**20
-# Log line of an accepted request, in the format set in nginx.conf. Requests of unregistered
-# senders have a status other than 200.
+# An accepted request, in nginx.conf's log format; unregistered senders get a status other than 200.
 _LINE = re.compile(
     rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
     rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'

@@ -17,7 +17,7 @@ from finetuning.files import filling
 if TYPE_CHECKING:
     from chambers.models import Source
 
-# Number of batches whose prompts are sorted by length together, and whose texts are then written.
+# Number of batches whose prompts are sorted by length, and whose texts are written, together.
 _BATCHES_AT_ONCE = 8
 
 

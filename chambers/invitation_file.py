@@ -23,7 +23,7 @@ def write_invitation(invitation: StandingInvitation, file: Path) -> None:
 
 
 def read_invitation(file: Path) -> StandingInvitation:
-    """Read an invitation; raise ``CommandError`` if the file is invalid or has expired."""
+    """Read an invitation; raise ``CommandError`` if it is unreadable, invalid or expired."""
     try:
         found = StandingInvitation.model_validate_json(file.read_bytes())
     except OSError as error:

@@ -85,7 +85,7 @@ def check_length(
 
     Raises:
         BaseModelError: Prefix, prompt and new tokens exceed the positions of the base model.
-        CommandError: They exceed ``--batch-tokens`` or the block server's limits.
+        CommandError: The same sum exceeds ``--batch-tokens`` or the block server's limits.
 
     """
     tokens, origin = longest

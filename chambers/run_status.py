@@ -53,7 +53,7 @@ class Seen:
 
 
 def look(directory: Path, coordinator: Path | None = None) -> Seen:
-    """Read a run's folder and, if given, the proxy's log and free space of the coordinator.
+    """Read a run's folder and, if given, the proxy's log in the coordinator's folder.
 
     Raises:
         OSError: A file can't be read.
@@ -63,8 +63,7 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
     config = json.loads((directory / "config.json").read_bytes())
     if not (isinstance(config, dict) and {"strategy", "rounds"} <= config.keys()):
         raise ValueError("config.json is not that of a run")
-    # Check for a process before reading the status, so that a run that ends in between doesn't
-    # appear to have been killed.
+    # Check for a process before reading the status; else a run that ends now would look killed.
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
     disks = [directory, coordinator / DATABASE] if coordinator else [directory]
@@ -125,7 +124,7 @@ def _state(seen: Seen) -> str:
         resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
         return f"not running: before the run ended, its process was killed{resume}"
     if not seen.works:
-        return "running: loads the base model, or waits for SuperNodes and registers them"
+        return "running: the run loads the base model, or waits for SuperNodes and registers them"
     doing = f"running: {status.phase} of round {status.round} of {seen.config['rounds']}"
     since = f"for {duration(seen.now - status.since)}"
     answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"

@@ -38,10 +38,10 @@ class Serve(AdapterOptions):
 
     run: Annotated[Path | None, argument("RUN_FOLDER")] = None
     head_blocks: Annotated[
-        int | None, option("Number of first blocks at clients; default: as in the run or 1.", "N")
+        int | None, option("Number of first blocks at clients; default: the run's, else 1.", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None, option("Number of last blocks at clients; default: as in the run or 1.", "N")
+        int | None, option("Number of last blocks at clients; default: the run's, else 1.", "N")
     ] = None
     listen: Annotated[
         str,

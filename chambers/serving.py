@@ -91,7 +91,7 @@ def find(options: "Serve") -> Served:
 def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
     """Load the body, listen, and write an invitation for each client.
 
-    Invitations expire after ``lifetime`` seconds. Yield the server's address and the files.
+    Invitations expire after ``lifetime`` seconds. Yield the address, and each client's file.
 
     Raises:
         UserError: The body can't be loaded, the server can't listen on the address, or an

@@ -103,7 +103,7 @@ class AdapterOptions(BaseModelOptions):
     ) -> ModelSettings:
         """Return the settings of the base model from the options or, by default, from the run.
 
-        ``offered`` is the base model's name at another party, used if the run has none here.
+        ``offered`` is the name at another party, used if the run names no base model here.
 
         Raises:
             CommandError: No base model is named, or the named one isn't on this machine.

@@ -55,8 +55,7 @@ class SuperLink:
 def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
     """Start a SuperLink on a free local port; on exit, end it and all its processes.
 
-    ``home`` is the SuperLink's FLWR_HOME, and is created if necessary. Unless ``simulated`` is set,
-    real SuperNodes can connect.
+    ``home``, created if missing, is the FLWR_HOME. Unless ``simulated``, SuperNodes can connect.
 
     Raises:
         CommandError: The SuperLink doesn't start; the message contains the end of its log.
@@ -194,7 +193,7 @@ def _status(superlink: SuperLink, log: str) -> str:
 
 
 def _last_error(log: str) -> str:
-    """Return the last line of the last error in Flower's log or, if chained, of its cause."""
+    """Return the last line of the last error in Flower's log or, if it is chained, of its cause."""
     _, *records = _RECORD.split(log)
     pairs = zip(records[::2], records[1::2], strict=True)
     errors = [words.strip() for level, words in pairs if level in {"ERROR", "CRITICAL"}]
@@ -223,7 +222,7 @@ def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 @contextmanager
 def _ignoring_signals() -> Iterator[None]:
-    """Ignore signals that end a command, if this is the main thread; others can't do so."""
+    """In the main thread, ignore signals that end a command; other threads can't do so."""
     main = threading.current_thread() is threading.main_thread()
     ending = (signal.SIGINT, *END_SIGNALS) if main else ()
     before = {each: signal.signal(each, signal.SIG_IGN) for each in ending}

@@ -159,7 +159,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def count_clients(settings: Mapping[str, Any]) -> int:
-    """Return the default number of clients: 1 for pooled data, else that of folders, else 3."""
+    """Return the default number of clients: 1 for pooled data, else the number of folders, or 3."""
     if settings.get("data.pool"):
         return 1
     path = str(settings.get("data.path", ""))
@@ -280,9 +280,9 @@ def _check_data(settings: DataSettings, clients: int) -> None:
 
 
 def _check_rows(path: Path, settings: DataSettings) -> int | None:
-    """Check the training and held-out rows of a data set; return their number, if they are read.
+    """Check the training and held-out rows of a data set; return their number.
 
-    Only clients read rows if bad rows are skipped, and Parquet files, which need heavy libraries.
+    Return None, without reading rows, if bad rows are skipped or a file has the Parquet format.
     """
     names = ("train", held_out_part(settings))
     parts = [path] if path.is_file() else [find_part(path, name) for name in names]

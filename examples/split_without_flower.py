@@ -2,9 +2,8 @@
 
     python examples/split_without_flower.py FOLDER [checkpoint]
 
-Both parties run in this process. The server sends the client only an invitation; the settings, the
-checkpoint and the initial adapter are known to both. The joined adapter is saved to FOLDER in
-PEFT's format.
+Both parties run in this process, with the same settings, checkpoint and initial adapter; the client
+receives only an invitation. The joined adapter is saved to FOLDER in PEFT's format.
 """
 
 import sys

@@ -22,10 +22,9 @@ class Make:
     "answer", and optionally "reference" and "id", or a row written by chambers generate --output.
     All files must have the same questions.
 
-    Two versions of each sheet are written to the output folder: sheets/annotator-1.csv for
-    spreadsheets, and sheets/annotator-1.html for browsers, even offline. Use either version. Each
-    annotator sees questions and answers in a different order. Don't show annotators key.json, which
-    maps answers to models.
+    Two alternative versions of each sheet are written to the output folder: sheets/annotator-1.csv
+    for spreadsheets, and sheets/annotator-1.html for browsers, even offline. Each annotator sees a
+    different order of questions and answers. key.json maps answers to models: keep the file secret.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     answers: Annotated[list[str], argument("MODEL=FILE.jsonl…")]

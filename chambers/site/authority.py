@@ -79,7 +79,7 @@ class Authority:
 
 
 def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
-    """Read the authority in the folder, or create one that is valid for ``new_days`` days.
+    """Read the authority in the folder or, if there is none, create one for ``new_days`` days.
 
     Raises:
         CommandError: A file is missing or invalid, or the key doesn't match the certificate.

@@ -157,4 +157,4 @@ def _sender(log: Path) -> str:
 
 
 def _clock() -> str:
-    return f"clock: {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; institutions compare their clocks"
+    return f"clock: {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC; institutions' clocks must match"

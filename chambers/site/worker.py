@@ -21,9 +21,8 @@ class Worker:
       chambers site worker /run/chambers/worker.sock
 
     Without a worker, each message starts a process that loads model and data again. Set the socket
-    in the SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. Its
-    folder must not be shared with other sites. docs/worker.md describes when messages are answered
-    without a worker.
+    in the SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. Don't
+    share the folder with other sites. docs/worker.md describes when a running worker isn't used.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     socket: Annotated[Path, argument("SOCKET")]

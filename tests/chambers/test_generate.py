@@ -255,7 +255,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     # Of the run's folder it is known which base model it is for.
     words = ["--model", other, "the court"]
     refusal = refused(capsys, "generate", "--adapter", adapter, *words)
-    assert f"is not that of {run_folder}: lm_head.weight, " in refusal
+    assert f"is not that of {run_folder}: the digests of lm_head.weight, " in refusal
     refusal = refused(capsys, "generate", "--invitation", served / "alpha.json", *words)
     assert "is not that of the block server at 127.0.0.1" in refusal
 
@@ -269,7 +269,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
         own = ["generate", "--adapter", kept, *invitation]
         assert told(capsys, *own, *NEW, "the court") == expected
     refusal = refused(capsys, "generate", "--adapter", kept, *words)
-    assert f"is not that of {state.directory}: lm_head.weight, " in refusal
+    assert f"is not that of {state.directory}: the digests of lm_head.weight, " in refusal
 
     # Elsewhere shapes tell.
     shallow = write_checkpoint(tmp_path / "shallow", 3)
