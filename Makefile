@@ -19,7 +19,7 @@ test: $(VENV)/installed
 # Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
 # processes, so three of them run at once even on fewer cores.
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m "slow and not nightly" -n 3 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "slow and not nightly" -n 4 --dist worksteal $(PYTEST)
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST)

@@ -35,8 +35,8 @@ def superlink(tmp_path_factory):
         yield link
 
 
-@pytest.fixture
-def config(checkpoint, client_folders, tmp_path):
+def settings(checkpoint: Path, client_folders: Path, folder: Path) -> dict:
+    """Return a run config that writes only below a folder."""
     return {
         "rounds": 3,
         "min-nodes": 3,
@@ -46,9 +46,24 @@ def config(checkpoint, client_folders, tmp_path):
         "train.accumulation": 2,
         "evaluate.generate": True,
         "evaluate.max-new-tokens": 8,
-        "output-dir": str(tmp_path / "runs"),
-        "state-path": str(tmp_path / "state"),
+        "output-dir": str(folder / "runs"),
+        "state-path": str(folder / "state"),
     }
+
+
+@pytest.fixture
+def config(checkpoint, client_folders, tmp_path):
+    return settings(checkpoint, client_folders, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(superlink, checkpoint, client_folders, tmp_path_factory):
+    """Return the results of a run that nothing interrupted, and the lines of its log."""
+    config = settings(checkpoint, client_folders, tmp_path_factory.mktemp("finished"))
+    lines = []
+    status = run_app(ROOT, superlink, config, 3, actors=1, write=lines.append)
+    assert status == "finished:completed", b"".join(lines[-50:]).decode()
+    return results_of(config), b"".join(lines).decode()
 
 
 def results_of(config: dict) -> Path:
@@ -56,10 +71,8 @@ def results_of(config: dict) -> Path:
     return directory
 
 
-def test_a_run_writes_all_documented_results(superlink, config, checkpoint, capfd, tmp_path):
-    assert run_app(ROOT, superlink, config, 3) == "finished:completed"
-    shown = capfd.readouterr().out
-    directory = results_of(config)
+def test_a_run_writes_all_documented_results(finished, checkpoint, tmp_path):
+    directory, shown = finished
     for expected in ("ROUND 3/3", "ROUGE-L", "alpha", "beta", "gamma", str(directory)):
         assert expected in shown
     assert {p.name for p in directory.iterdir()} == {
@@ -131,19 +144,15 @@ def check_adapters_load_elsewhere(
         assert f"rounds = {rounds}" in (folder / "README.md").read_text()
 
 
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(config, tmp_path, client_folders):
-    unbroken = config | {"evaluate.generate": False, "output-dir": str(tmp_path / "unbroken")}
-    with private_superlink(tmp_path / "one") as link:
-        assert run_app(ROOT, link, unbroken, 3) == "finished:completed"
-    broken = unbroken | {"output-dir": str(tmp_path / "broken")}
-    kill_after_round(2, broken, tmp_path / "two")
-    resumed = broken | {"resume": str(results_of(broken))}
-    with private_superlink(tmp_path / "three") as link:
-        assert run_app(ROOT, link, resumed, 3) == "finished:completed"
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(finished, config, tmp_path):
+    kill_after_round(2, config, tmp_path / "killed")
+    resumed = config | {"resume": str(results_of(config))}
+    with private_superlink(tmp_path / "resumed") as link:
+        assert run_app(ROOT, link, resumed, 3, actors=1) == "finished:completed"
     for path in ("global", "clients/alpha", "clients/beta", "clients/gamma"):
         one, other = (
-            load_file(results_of(c) / "adapters" / path / "adapter_model.safetensors")
-            for c in (unbroken, broken)
+            load_file(results / "adapters" / path / "adapter_model.safetensors")
+            for results in (finished[0], results_of(config))
         )
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -154,7 +163,7 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
         "import sys, json; from pathlib import Path\n"
         "from chambers.superlink import run_app, private_superlink\n"
         "with private_superlink(Path(sys.argv[1])) as link:\n"
-        "    run_app(Path(sys.argv[2]), link, json.loads(sys.argv[3]), 3)\n"
+        "    run_app(Path(sys.argv[2]), link, json.loads(sys.argv[3]), 3, actors=1)\n"
     )
     process = psutil.Popen(
         [sys.executable, "-c", code, str(home), str(ROOT), json.dumps(config)],

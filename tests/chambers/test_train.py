@@ -345,7 +345,7 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
                 assert told(capsys, *words, "--invitation", invitation) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_the_serverapp_refuses_names_its_reason_and_log(client_folders, tmp_path):
     settings = ("model.name=tiny", f"data.path={client_folders}", "adapter.targets=nothing")
     assert start(tmp_path, *settings).wait(300) == 1
