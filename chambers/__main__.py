@@ -14,6 +14,7 @@ from chambers.errors import described
 from chambers.evaluate import Evaluate
 from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
+from chambers.merge import Merge
 from chambers.serve import Serve
 from chambers.sheet.make import Make
 from chambers.sheet.read import Read
@@ -54,6 +55,7 @@ _COMMANDS = {
     "evaluate": Evaluate,
     "generate": Generate,
     "serve": Serve,
+    "merge": Merge,
     "convert": Convert,
     "experiment": Experimenting,
 }

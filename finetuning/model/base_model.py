@@ -110,17 +110,26 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
 
     Raise a BaseModelError if the checkpoint can't be found or loaded, or isn't a causal text model.
     """
+    directory = locate(settings.name)
+    model = load_checkpoint(directory, **loading_arguments(settings))
+    prepare(model, settings)
+    refuse_unless_causal(model, directory)
+    tokenizer, named = load_tokenizer(directory), reference(settings.name, directory)
+    return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
+
+
+def load_checkpoint(directory: Path, **arguments: Any) -> Any:
+    """Load a checkpoint's model with arguments of ``from_pretrained``.
+
+    Raise a BaseModelError if it can't be loaded, lacks tensors, or was saved quantised.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    directory = locate(settings.name)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         refuse_quantized(config, directory)
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **loading_arguments(settings),
+            directory, trust_remote_code=False, output_loading_info=True, **arguments
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
@@ -130,10 +139,7 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
             f"the checkpoint in {directory} lacks {len(missing)} of the tensors of a "
             f"{type(model).__name__}, including {', '.join(missing[:3])}"
         )
-    prepare(model, settings)
-    refuse_unless_causal(model, directory)
-    tokenizer, named = load_tokenizer(directory), reference(settings.name, directory)
-    return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
+    return model
 
 
 def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Merge a LoRA adapter into its base model's weights."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetuning.adapters.adapter import attach_adapter, load_adapter
+from finetuning.adapters.saved import AdapterError, SavedAdapter
+from finetuning.files import replacing
+from finetuning.model.base_model import load_checkpoint, load_tokenizer
+from finetuning.model.one_at_a_time import one_at_a_time
+
+_LICENSES = ("LICENSE*", "NOTICE*", "MODEL_LICENSE*")
+
+
+@one_at_a_time
+def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
+    """Load a base model, and add the adapter's product (alpha / rank) · B · A to adapted weights.
+
+    The product is computed in float32 and rounded to ``dtype``; ``"auto"`` is the data type of the
+    checkpoint in ``directory``. Return a ``transformers`` model without adapters, in CPU memory.
+
+    Raises:
+        AdapterError: The adapter can't be merged, or is for a different base model.
+        BaseModelError: The checkpoint can't be loaded.
+
+    """
+    if adapter.settings.kind == "prefix":
+        raise AdapterError(
+            f"the adapter in {adapter.directory} is a prefix, not a change of weights, so it can't "
+            'be merged; use it with chambers generate or PEFT, or train adapter.kind = "lora"'
+        )
+    base = load_checkpoint(directory, dtype=dtype)
+    try:
+        model = attach_adapter(base, adapter.settings, str(directory))
+        load_adapter(model, adapter.state)
+    except ValueError as error:
+        raise AdapterError(
+            f"the adapter in {adapter.directory} is for a different base model: {error}"
+        ) from error
+    _untie(model)
+    return model.merge_and_unload(safe_merge=True)
+
+
+def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
+    """Write a merged model, and the tokenizer and licence of its base model's checkpoint.
+
+    ``directory`` is the base model's checkpoint, and ``card`` the text of README.md. The folder is
+    written atomically.
+
+    Raises:
+        DiskFullError: The model doesn't fit on the disk.
+
+    """
+    tokenizer = load_tokenizer(directory)
+    with replacing(folder) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        for pattern in _LICENSES:
+            for file in directory.glob(pattern):
+                shutil.copy(file, aside)
+        (aside / "README.md").write_text(card, encoding="utf-8")
+
+
+def _untie(model: Any) -> None:
+    """Give the output layer its own weights if it shares the embeddings and one is adapted."""
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings, output = (getattr(layer, "base_layer", layer) for layer in layers)
+    if layers != [embeddings, output] and embeddings.weight is output.weight:
+        output.weight = torch.nn.Parameter(output.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False

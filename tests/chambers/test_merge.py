@@ -1,0 +1,124 @@
+"""``chambers merge``: other programs load the folder, whose model answers as the adapter's does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.chambers.conftest import refused, told, write_run
+from tests.conftest import write_checkpoint
+
+PROMPT = "the court holds that"
+LOGITS = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (c.from_pretrained(sys.argv[1]) for c in (AutoModelForCausalLM, AutoTokenizer))
+assert "peft" not in sys.modules
+with torch.no_grad():
+    torch.save(model(**tokenizer(sys.argv[2], return_tensors="pt")).logits, sys.argv[3])
+"""
+
+
+def logits(folder, tmp_path):
+    """Compute logits in a process that can't import this project."""
+    output = tmp_path / "logits.pt"
+    command = [sys.executable, "-I", "-c", LOGITS, str(folder), PROMPT, str(output)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    return torch.load(output)
+
+
+def with_adapter(base, adapter):
+    from transformers import AutoTokenizer
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+    tokens = AutoTokenizer.from_pretrained(base)(PROMPT, return_tensors="pt")
+    with torch.no_grad():
+        return model(**tokens).logits
+
+
+@pytest.mark.parametrize("name", ["global", "clients/alpha"])
+def test_the_folder_is_a_checkpoint_with_the_adapter_s_logits(
+    run_folder, base, tmp_path, capsys, name
+):
+    adapter, folder = run_folder / "adapters" / name, tmp_path / "merged"
+    shown = told(capsys, "merge", adapter, folder)
+    assert f"chambers generate --model {folder}" in shown
+    expected = with_adapter(base, adapter)
+    torch.testing.assert_close(logits(folder, tmp_path), expected, atol=1e-5, rtol=0)
+    words = ("--max-new-tokens", "12", PROMPT)
+    merged = told(capsys, "generate", "--model", folder, *words)
+    assert merged == told(capsys, "generate", "--adapter", adapter, *words)
+    assert "exists" in refused(capsys, "merge", adapter, folder)
+
+
+def test_precision_is_the_checkpoint_s_or_chosen(run_folder, base, tmp_path, capsys):
+    """A run that was trained with quantised weights is merged into the checkpoint's own."""
+    half = tmp_path / "half"
+    write_checkpoint(half, blocks=4)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
+    model.save_pretrained(half)
+    run = write_run(tmp_path / "run", half, **{"model.quantization": "nf4"})
+    adapter = run / "adapters" / "global"
+    shown = told(capsys, "merge", adapter, tmp_path / "as-stored")
+    assert "quantised to nf4" in shown and "in float16" in shown
+    assert json.loads((tmp_path / "as-stored" / "config.json").read_text())["dtype"] == "float16"
+    told(capsys, "merge", adapter, tmp_path / "chosen", "--dtype", "float32")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "chosen", dtype="auto")
+    assert stored.dtype == torch.float32
+    assert "nf4" in (tmp_path / "chosen" / "README.md").read_text()
+
+
+def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):
+    named = tmp_path / "named"
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(named)
+    for file in base.glob("tokenizer*"):
+        (named / file.name).write_bytes(file.read_bytes())
+    (named / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
+    (named / "LICENSE").write_text("Apache License")
+    run = write_run(tmp_path / "run", named)
+    losses = {"base": 3.25, "global": 1.5, "personalised": 1.25}
+    with (run / "metrics.jsonl").open("a") as metrics:
+        for model, loss in losses.items():
+            event = {"event": "evaluate", "round": 1, "client": "alpha", "model": model}
+            print(json.dumps(event | {"loss": loss}), file=metrics)
+    for name, row in (("global", "| alpha | 3.250 | 1.500 |"), ("clients/alpha", "| 1.250 |")):
+        folder = tmp_path / name.replace("/", "-")
+        told(capsys, "merge", run / "adapters" / name, folder)
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+        assert row in card.text and "| alpha | 10 |" in card.text and "Rounds: 1" in card.text
+        assert "peft" not in card.text.lower()
+        assert (folder / "LICENSE").read_text() == "Apache License"
+
+
+def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_path, capsys):
+    adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
+    assert "no folder /nowhere" in refused(capsys, "merge", "/nowhere", folder)
+    reason = refused(capsys, "merge", adapter, folder, "--model", deep_checkpoint)
+    assert "is not that of" in reason
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(whole, prefix).save_pretrained(tmp_path / "prefix")
+    reason = refused(capsys, "merge", tmp_path / "prefix", folder, "--model", base)
+    assert "is a prefix" in reason and "PEFT" in reason
+    assert not folder.exists()
+
+
+def test_an_output_layer_that_shares_the_embeddings_is_merged_alone(tmp_path, capsys):
+    base, adapter = write_checkpoint(tmp_path / "tied", blocks=2), tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(base)
+    head = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False
+    )
+    get_peft_model(model, head).save_pretrained(adapter, save_embedding_layers=False)
+    told(capsys, "merge", adapter, tmp_path / "merged", "--model", base)
+    expected = with_adapter(base, adapter)
+    torch.testing.assert_close(logits(tmp_path / "merged", tmp_path), expected, atol=1e-5, rtol=0)
