@@ -21,7 +21,7 @@ from finetuning.adapters.adapter import State
 # differ by a factor below 2; with Adam, the distance grows at most in proportion to the steps.
 MAX_DISTANCE = 10.0
 # Maximum ratio of a weight's J to its typical J, and maximum ratio of a client's total excess over
-# that cap to the rest. Honest clients reach 0.012, or 0.043 if there are two (docs/robustness.md).
+# that cap to the rest. Honest clients reach 0.043 (docs/robustness.md).
 _MAX_IMPORTANCE = 5.0
 _MAX_ABOVE = 0.1
 
