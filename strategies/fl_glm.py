@@ -274,7 +274,8 @@ def _refuse_clear_text(grid: Grid, address: str) -> None:
         loopback = host == "localhost"
     if getattr(grid, "_insecure", False) and not loopback:
         raise RefusedError(
-            f"clients would receive their tickets to the block server at {address} over Flower's "
-            "connections, which are not encrypted; start the SuperLink with --ssl-certfile, "
-            "--ssl-keyfile and --ssl-ca-certfile, or set split.listen to a port of 127.0.0.1"
+            f"tickets for the block server at {address} would be sent over Flower's connections, "
+            "which are not encrypted; start the SuperLink with --ssl-certfile, --ssl-keyfile and "
+            "--ssl-ca-certfile, or, if all clients are on this machine, set split.listen to "
+            "127.0.0.1:0 and don't set split.advertise"
         )

@@ -28,7 +28,7 @@ _MARGIN = 1.2
 
 
 class PublicHead:
-    """The search through one public head.
+    """An attack that searches for the tokens from which one public head computes hidden states.
 
     All texts begin with the tokens ``beginning``, (known,) int64, at least one.
     """

@@ -34,8 +34,8 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
     """Read questions with each model's answers, in the order of the first model's file.
 
     ``files`` contains a JSON Lines file for each model. A row has the keys ``question``, ``answer``
-    and optionally ``reference`` and ``id``, or was written by ``chambers generate --output``. Rows
-    of different files are matched by id or, without ids, by question.
+    and optionally ``reference`` and ``id``, or those that ``chambers generate --output`` writes.
+    Rows of different files are matched by id or, without ids, by question.
 
     Raises:
         CommandError: A file can't be read, a row is malformed, or files have different questions;

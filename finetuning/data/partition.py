@@ -63,7 +63,7 @@ def _iid(rows: Sequence[Row], parts: int, random: np.random.Generator) -> list[l
 
 
 def _labels(rows: Sequence[Row], field: str) -> _Integers:
-    """Number the labels in alphabetical order."""
+    """Return the number of each row's label; labels are numbered in alphabetical order."""
     for row in rows:
         if row.fields.get(field) in (None, ""):
             raise DataError(f"{row.origin}: no label in {field!r} (data.partition-field)")

@@ -109,7 +109,7 @@ def _score_pair(prediction: list[str], reference: list[str]) -> dict[str, float]
 
 @functools.cache
 def _scorers() -> tuple[Any, list[Any]]:
-    """Return the scorer of all ROUGE types, and those of BLEU-1 to BLEU-4."""
+    """Return the scorer of ROUGE, and the scorers of BLEU-1 to BLEU-4."""
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU
 

@@ -1,6 +1,6 @@
 """The tasks' official metrics, each within 0..1.
 
-The arguments of all metrics are questions, and the chosen or generated answer to each question.
+The arguments of all metrics are questions and the answer that was chosen or generated for each.
 """
 
 import re

@@ -89,7 +89,7 @@ class PrivateGradients:
             losses.append(torch.stack(parts).sum())
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
-        # An infinite loss must not end the round, because other parties would notice the end.
+        # A loss that isn't finite must not end the round, because other parties would notice that.
         found = torch.stack(losses).tolist() if losses else []
         return [loss if math.isfinite(loss) else 0.0 for loss in found]
 

@@ -124,7 +124,7 @@ def printable(text: str, most: int = 1000) -> str:
 
     Replace characters that are not printable according to ``str.isprintable`` (line breaks, control
     characters, terminal escapes, bidirectional controls, lone surrogates) with escape sequences.
-    Letters of all languages are unchanged. Text of more than ``most`` characters is truncated.
+    Letters of all languages are unchanged. The result is truncated to ``most`` characters.
     """
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1]
