@@ -12,17 +12,20 @@ demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
 demo: $(VENV)/installed
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
 
-# A file's tests share fixtures and imports, so they should run in the same process.
+# Tests wait for other processes from time to time, so one more runs than there are cores.
+WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
+
+# A file's tests share fixtures and imports, so most of them should run in the same process.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow and not nightly" -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "not slow and not nightly" -n $(WORKERS) --dist worksteal $(PYTEST)
 
 # Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
-# processes, so three of them run at once even on fewer cores.
+# processes, so four of them run at once even on fewer cores.
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m "slow and not nightly" -n 4 --dist worksteal $(PYTEST)
 
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

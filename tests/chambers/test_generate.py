@@ -109,8 +109,11 @@ def test_prompts_are_those_of_training(base, tmp_path):
             assert torch.equal(prompt, example.tokens[: example.prompt_length])
 
 
-@pytest.mark.parametrize("how", [(), SAMPLED, (*SAMPLED, "--seed", "7")], ids=len)
-@pytest.mark.parametrize("adapter", ["global", "clients/alpha", None])
+@pytest.mark.parametrize(
+    ("adapter", "how"),
+    [("global", ()), ("clients/alpha", (*SAMPLED, "--seed", "7")), (None, SAMPLED)],
+    ids=str,
+)
 def test_split_says_what_the_whole_model_says(
     run_folder, base, served, tmp_path, capsys, adapter, how
 ):
