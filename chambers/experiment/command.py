@@ -17,7 +17,7 @@ import typer
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
-from chambers.sources import option
+from chambers.sources import check_at_least_one, option
 from chambers.train import count_clients, read_settings, with_absolute_paths
 from federation.run_config import RunConfig, Scalar, parse_run_config
 
@@ -60,20 +60,19 @@ class Experimenting:
             raise CommandError(
                 f"{self.file} has no size {self.size}; its sizes are {', '.join(experiment.sizes)}"
             )
-        if self.jobs < 1:
-            raise CommandError(f"--jobs {self.jobs}: must be at least 1")
+        check_at_least_one(self, "jobs")
         folder = (self.output or Path("runs") / f"{self.file.stem}-{self.size}").absolute()
         results = folder / RESULTS
         if not self.render:
             if folder.exists() and not self.resume:
                 raise CommandError(f"{folder} exists; add --resume to continue the experiment")
-            self._measure(experiment, size, folder, results)
+            self._measure(experiment, size, folder)
         elif not results.is_file():
             raise CommandError(f"there is no {results}; run the experiment without --render")
         print(write_pages(experiment, read_records(results)[1], folder))
         return 0
 
-    def _measure(self, experiment: Experiment, size: Size, folder: Path, results: Path) -> None:
+    def _measure(self, experiment: Experiment, size: Size, folder: Path) -> None:
         from chambers.experiment.carry_out import check_settings
         from chambers.experiment.measuring import measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
@@ -99,7 +98,9 @@ class Experimenting:
         folder.mkdir(parents=True, exist_ok=True)
         for run in runs:
             check_settings(run, folder)
-        with self._processes() as pool:
+        with ProcessPoolExecutor(
+            self.jobs, get_context("spawn"), initializer=_set_up, initargs=(self.jobs,)
+        ) as pool:
             futures = [
                 pool.submit(measure_untrained, experiment, seed, configs[variant], own)
                 for (variant, seed), own in groups.items()
@@ -126,7 +127,7 @@ class Experimenting:
             "versions": {name: version(name) for name in _LIBRARIES},
             "runs": {run.name: dict(run.settings) for run in runs},
         }
-        write_records(results, about, records)
+        write_records(folder / RESULTS, about, records)
 
     def _checked(self, settings: Mapping[str, Scalar], place: str) -> RunConfig:
         """Check settings before the first run starts; an error names their place in the file."""
@@ -149,26 +150,17 @@ class Experimenting:
                     f"{self.file}: the measure accuracy needs a data.task with candidate answers"
                 )
 
-    def _processes(self) -> ProcessPoolExecutor:
-        """Return a pool of processes that carry out runs and share the cores."""
-        threads = max(1, len(os.sched_getaffinity(0)) // self.jobs)
-        return ProcessPoolExecutor(
-            self.jobs, mp_context=get_context("spawn"), initializer=_set_up, initargs=(threads,)
-        )
-
 
 def _report(name: str, future: Future[Any]) -> None:
     if not future.cancelled() and future.exception() is None:
         print(f"finished: {name}", file=sys.stderr)
 
 
-def _set_up(threads: int) -> None:
+def _set_up(jobs: int) -> None:
     """Set up a process of the pool, before it imports the libraries that read the environment."""
-    os.environ |= {
-        "OMP_NUM_THREADS": str(threads),
-        "TQDM_DISABLE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def _commit() -> str | None:

@@ -1,6 +1,5 @@
 """Measure the models of an experiment's runs, question by question."""
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from chambers.experiment.records import (
     write_records,
 )
 from federation.run_config import RunConfig
-from federation.run_folder import METRICS
+from federation.run_folder import METRICS, read_events
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
 from finetuning.data.candidates import Continuation
@@ -42,7 +41,7 @@ _MAX_TOKENS = 8192
 _REPORTED: set[Measure] = set(get_args(Reported))
 
 
-def measures_of(experiment: Experiment, arm: str) -> set[Measure]:
+def _measures_of(experiment: Experiment, arm: str) -> set[Measure]:
     """Return the measures that the tables show for an arm."""
     return {table.measure for table in experiment.tables if arm in (*table.arms, table.against)}
 
@@ -56,7 +55,7 @@ def measure_untrained(
     if arms:
         measuring = Measuring(config)
         for name in arms:
-            own = sorted(measures_of(experiment, name) - _REPORTED)
+            own = sorted(_measures_of(experiment, name) - _REPORTED)
             values = measuring.values(None, groups, own)
             records += [Record(name, BASE, seed, *found) for found in values]
     return records
@@ -84,7 +83,7 @@ def measure_run(
     The values are stored beside the run; they are computed again if measures or questions change.
     """
     directory = carry_out(run, config, folder)
-    wanted = measures_of(experiment, run.arm)
+    wanted = _measures_of(experiment, run.arm)
     measures = sorted(wanted - _REPORTED)
     about = {"measures": measures, "questions": {g.name: len(g.rows) for g in groups}}
     file = directory.parent / "measured.jsonl"
@@ -111,8 +110,7 @@ def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Pa
 
 def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
     """Yield the means over rounds of what each client reported about its training."""
-    lines = (directory / METRICS).read_text(encoding="utf-8").splitlines()
-    trained = [event for event in map(json.loads, lines) if event["event"] == "train"]
+    trained = [each for each in read_events(directory / METRICS) if each["event"] == "train"]
     for measure in measures:
         for client in sorted({event["client"] for event in trained}):
             values = [e[measure] for e in trained if e["client"] == client and measure in e]
@@ -171,17 +169,15 @@ class Measuring:
     def _articles(self, model: WholeModel, group: Group) -> list[float]:
         """Return for each question whether the right Article is the likeliest of all."""
         beginnings = matters.beginnings()
-        answers = [
-            torch.tensor(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-            for text in beginnings.values()
-        ]
+        tokens = self._tokenizer(list(beginnings.values()), add_special_tokens=False)["input_ids"]
         prompts = tokenize_prompts(group.rows, self._tokenizer)
-        continuations = [[Continuation(prompt, each) for each in answers] for prompt in prompts]
+        found = self._log_probabilities(
+            model, [[Continuation(p, torch.tensor(each)) for each in tokens] for p in prompts]
+        )
         right = []
-        found = self._log_probabilities(model, continuations)
         for likelihoods, article in zip(found, group.articles, strict=True):
-            of_article = dict(zip(beginnings, likelihoods, strict=True))
-            likeliest = max(of_article, key=lambda number: of_article[number].log_probability)
+            pairs = zip(beginnings, likelihoods, strict=True)
+            likeliest, _ = max(pairs, key=lambda pair: pair[1].log_probability)
             right.append(float(likeliest == article))
         return right
 

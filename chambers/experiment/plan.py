@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 from federation.run_config import Scalar
 
 # Loss in nats per token of the reference; whether the right one of twelve Articles is the
@@ -113,9 +113,7 @@ def read_experiment(file: Path) -> Experiment:
 
     """
     try:
-        return Experiment.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise CommandError(f"{file}: {error.strerror}") from error
+        return Experiment.model_validate(tomllib.loads(read_bytes(file).decode()))
     except ValidationError as error:
         problems = (
             f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}"
