@@ -100,10 +100,9 @@ def _by_head_blocks(record: Record) -> str:
     names = list(record["covered"])
     rows = []
     for attack, label in _ATTACKS.items():
-        for blocks in _values(record, names[0], "head_blocks", attack=attack):
-            cells = [_cells(record, name, attack, head_blocks=blocks) for name in names]
-            scores = [score for own in cells for score in (_spread(own, "rouge1"), _count(own))]
-            rows.append((label, str(blocks), *scores))
+        for blocks in _values(record, "head_blocks", attack=attack):
+            cells = [_cells(record, attack, data=name, head_blocks=blocks) for name in names]
+            rows.append((label, str(blocks), *(score for own in cells for score in _scores(own))))
     headings = (f"{name}: {score}" for name in names for score in ("ROUGE-1", "tokens read"))
     return _table(("attack", "head blocks", *headings), rows)
 
@@ -115,8 +114,8 @@ def _by_wire_type(record: Record) -> str:
 
 def _by_noise(record: Record) -> str:
     rows = []
-    for noise in _values(record, _first(record), "noise", attack="loss"):
-        cells = _cells(record, _first(record), "loss", noise=noise)
+    for noise in _values(record, "noise", attack="loss"):
+        cells = _cells(record, "loss", noise=noise)
         losses = (_spread(cells, name, scale=1, digits=3) for name in _LOSSES)
         rows.append((f"{noise:g}", *losses, *_read(record, noise=noise)))
     names = (f"loss, {model}" for model in _LOSSES.values())
@@ -126,32 +125,26 @@ def _by_noise(record: Record) -> str:
 def _on_the_network(record: Record) -> str:
     rows = []
     for seen in ("hidden states", "encrypted records", "nothing"):
-        cells = _cells(record, _first(record), "transformer", seen=seen)
         name = "random numbers" if seen == "nothing" else seen
-        rows.append((name, _spread(cells, "rouge1"), _count(cells)))
+        rows.append((name, *_scores(_cells(record, "transformer", seen=seen))))
     return _table(("the decoder sees", "ROUGE-1", "tokens read"), rows)
 
 
 def _with_adapters(record: Record) -> str:
-    rows = []
-    for blocks in _values(record, _first(record), "head_blocks", tuned=True):
-        for name, tuned in (("public", False), ("with adapter", True)):
-            read = _read(record, head_blocks=blocks, tuned=tuned)
-            rows.append((str(blocks), name, *read))
+    rows = (
+        (str(blocks), name, *_read(record, head_blocks=blocks, tuned=tuned))
+        for blocks in _values(record, "head_blocks", tuned=True)
+        for name, tuned in (("public", False), ("with adapter", True))
+    )
     return _table(("head blocks", "client's head", *_READ), rows)
 
 
 def _from_gradients(record: Record) -> str:
-    measured = {
-        (cell["tail_blocks"], cell["wire"], cell["noise"])
-        for cell in record["cells"]
-        if cell["attack"] == "gradient"
-    }
+    cells = [cell for cell in record["cells"] if cell["attack"] == "gradient"]
     rows = []
-    for tail, wire, noise in sorted(measured):
-        own = {"tail_blocks": tail, "wire": wire, "noise": noise}
-        cells = _cells(record, _first(record), "gradient", **own)
-        rows.append((str(tail), wire, f"{noise:g}", _count(cells)))
+    for tail, wire, noise in sorted({(c["tail_blocks"], c["wire"], c["noise"]) for c in cells}):
+        own = _cells(record, "gradient", tail_blocks=tail, wire=wire, noise=noise)
+        rows.append((str(tail), wire, f"{noise:g}", _count(own)))
     return _table(("tail blocks", "wire", "`split.noise`", "labels read"), rows)
 
 
@@ -160,24 +153,27 @@ def _first(record: Record) -> str:
     return str(next(iter(record["covered"])))
 
 
-def _cells(record: Record, data: str, attack: str, **settings: Any) -> list[CellRecord]:
+def _cells(record: Record, attack: str, **settings: Any) -> list[CellRecord]:
     """Return the cells, one per seed, with these settings and otherwise default settings."""
-    wanted = {"data": data, "attack": attack, **_DEFAULTS, **settings}
+    wanted = {"data": _first(record), "attack": attack, **_DEFAULTS, **settings}
     return [cell for cell in record["cells"] if wanted.items() <= cell.items()]
 
 
-def _values(record: Record, data: str, name: str, **settings: Any) -> list[Any]:
-    """Return all values of a setting among cells with the given settings."""
-    wanted = {"data": data, **settings}
+def _values(record: Record, name: str, **settings: Any) -> list[Any]:
+    """Return all values of a setting among cells on the first texts with the given settings."""
+    wanted = {"data": _first(record), **settings}
     return sorted({cell[name] for cell in record["cells"] if wanted.items() <= cell.items()})
 
 
 def _read(record: Record, **settings: Any) -> tuple[str, str, str]:
     """Return the scores of the Transformer and the search on the first texts, as in ``_READ``."""
-    decoder, search = (
-        _cells(record, _first(record), attack, **settings) for attack in _DECODER_AND_SEARCH
-    )
-    return _spread(decoder, "rouge1"), _count(decoder), _count(search)
+    decoder, search = (_cells(record, attack, **settings) for attack in _DECODER_AND_SEARCH)
+    return *_scores(decoder), _count(search)
+
+
+def _scores(cells: Sequence[CellRecord]) -> tuple[str, str]:
+    """Return ROUGE-1, and the tokens that were read."""
+    return _spread(cells, "rouge1"), _count(cells)
 
 
 def _count(cells: Sequence[CellRecord]) -> str:
@@ -209,11 +205,11 @@ def _blocks_picture(record: Record) -> str:
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for panel, data in zip(panels, names, strict=True):
         for attack, label in _ATTACKS.items():
-            blocks = _values(record, data, "head_blocks", attack=attack)
-            cells = [_cells(record, data, attack, head_blocks=number) for number in blocks]
+            blocks = _values(record, "head_blocks", data=data, attack=attack)
+            cells = [_cells(record, attack, data=data, head_blocks=number) for number in blocks]
             if cells:
                 _draw(panel, blocks, cells, label, _LINES[attack])
-        chance = _cells(record, data, "transformer", seen="nothing")
+        chance = _cells(record, "transformer", data=data, seen="nothing")
         if chance:
             level = statistics.mean(100 * cell["result"]["rouge1"] for cell in chance)
             panel.axhline(level, color=_GREY, linestyle=":", label="chance")
@@ -226,16 +222,15 @@ def _blocks_picture(record: Record) -> str:
 @rc_context(_STYLE)
 def _noise_picture(record: Record) -> str:
     """Return an SVG with ROUGE-1 and held-out loss by noise, side by side."""
-    data = _first(record)
-    noises = _values(record, data, "noise", attack="loss")
+    noises = _values(record, "noise", attack="loss")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     scores, losses = figure.subplots(1, 2)
     for attack in _DECODER_AND_SEARCH:
-        cells = [_cells(record, data, attack, noise=noise) for noise in noises]
+        cells = [_cells(record, attack, noise=noise) for noise in noises]
         _draw(scores, noises, cells, _ATTACKS[attack], _LINES[attack])
     scores.set(ylabel="ROUGE-1, %", ylim=(0, 104))
     for key, label in _LOSSES.items():
-        cells = [_cells(record, data, "loss", noise=noise) for noise in noises]
+        cells = [_cells(record, "loss", noise=noise) for noise in noises]
         _draw(losses, noises, cells, label, _LINES[key], score=key, scale=1)
     losses.set_ylabel("held-out loss, nats per token")
     for panel in (scores, losses):

@@ -38,11 +38,9 @@ class Texts:
 
     def digest(self) -> str:
         """Return a SHA-256 digest of all tokens."""
-        found = hashlib.sha256()
-        for part in (self.colluding, self.attacked, self.own):
-            for example in part:
-                found.update(json.dumps(example.tokens.tolist()).encode())
-        return found.hexdigest()
+        parts = (self.colluding, self.attacked, self.own)
+        tokens = [[example.tokens.tolist() for example in part] for part in parts]
+        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def training_rows(self, count: int, longest: int) -> list[torch.Tensor]:
         """Return the first ``count`` colluding texts, truncated like the attacked texts."""
