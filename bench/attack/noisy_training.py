@@ -55,7 +55,7 @@ def train_with_noise(
     columns = max(len(example.tokens) for example in (*training, *held_out))
     job = Job(
         directory=directory,
-        shape=Shape.of_checkpoint(directory, _ROWS, columns),
+        shape=Shape(rows=_ROWS, columns=columns, micro_batches=1),  # the rest is not used
         steps=steps,
         examples=lambda _: training,
         adapter=ADAPTER,
