@@ -19,7 +19,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
 
 from bench.harness import Worker, make_table, show
 from bench.memory_use import Memory
@@ -41,8 +39,7 @@ from strategies.journal import Progress
 _NODES, _BLOCKS = (10, 50), 32
 RANK, HIDDEN, INNER = 16, 4096, 11008
 MODULES = {
-    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), (HIDDEN, HIDDEN)),
-    **dict.fromkeys(("self_attn.v_proj", "self_attn.o_proj"), (HIDDEN, HIDDEN)),
+    **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (HIDDEN, INNER)),
     "mlp.down_proj": (INNER, HIDDEN),
 }
@@ -123,27 +120,29 @@ def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRe
     return averaged, time.perf_counter() - started - grid.seconds
 
 
-def measure(link: Connection, side: str) -> None:
-    """Warm up with small adapters, then measure a round and save the average."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
-        average(side, clients=2, blocks=1, folder=Path(folder))
-    clients, blocks, file = link.recv()
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        memory = Memory()
-        averaged, seconds = average(side, clients, blocks, Path(folder))
-        peak = memory.peak()
-    save_file(from_arrays(averaged), file)
-    link.send((peak, seconds))
+class Averaging:
+    """One side in a process of its own, warmed up with small adapters."""
+
+    def __init__(self, side: str) -> None:
+        logging.getLogger("flwr").setLevel(logging.ERROR)
+        self._side = side
+        with tempfile.TemporaryDirectory() as folder:
+            average(side, clients=2, blocks=1, folder=Path(folder))
+
+    def measure(self, clients: int) -> tuple[ArrayRecord, int, float]:
+        """Run a round, and return the average, the peak in bytes, and the seconds."""
+        with tempfile.TemporaryDirectory() as folder:
+            memory = Memory()
+            averaged, seconds = average(self._side, clients, _BLOCKS, Path(folder))
+            return averaged, memory.peak(), seconds
 
 
-def largest_difference(one: Path, other: Path) -> float:
-    """Return the largest difference between two files' values ÷ the largest value."""
-    left, right = load_file(one), load_file(other)
-    if left.keys() != right.keys():
+def largest_difference(one: State, other: State) -> float:
+    """Return the largest difference between two averages' values ÷ the largest value."""
+    if one.keys() != other.keys():
         raise SystemExit("the averages have different tensors")
-    scale = max(float(value.abs().max()) for value in left.values())
-    return max(float((left[name] - right[name]).abs().max()) for name in left) / scale
+    scale = max(float(value.abs().max()) for value in one.values())
+    return max(float((one[name] - other[name]).abs().max()) for name in one) / scale
 
 
 def main() -> None:
@@ -154,15 +153,14 @@ def main() -> None:
     table = make_table("averaging one round", *headings)
     cores = os.sched_getaffinity(0)
     for nodes in _NODES:
-        with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder) / "FedAvg.safetensors", Path(folder) / "Chambers.safetensors"]
-            for file in files:
-                with Worker(measure, cores, file.stem) as worker:
-                    peak, seconds = worker.ask((nodes, _BLOCKS, file))
-                cells = [f"{peak / 1e6:,.0f}", f"{peak / (4 * size):.1f}", f"{seconds:.1f}"]
-                both = all(each.exists() for each in files)
-                difference = f"{largest_difference(*files):.1e}" if both else ""
-                table.add_row(str(nodes), file.stem, *cells, difference)
+        averages: list[State] = []
+        for side in ("FedAvg", "Chambers"):
+            with Worker(cores, Averaging, side) as worker:
+                averaged, peak, seconds = worker.ask(Averaging.measure, nodes)
+            averages.append(from_arrays(averaged))
+            cells = [f"{peak / 1e6:,.0f}", f"{peak / (4 * size):.1f}", f"{seconds:.1f}"]
+            difference = f"{largest_difference(*averages):.1e}" if averages[1:] else ""
+            table.add_row(str(nodes), side, *cells, difference)
         table.add_section()
     show(f"{size:,} parameters, {4 * size / 1e6:,.0f} MB", table)
 

@@ -4,106 +4,86 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from statistics import mean, median
-from typing import Any
+from threading import RLock
+from typing import Any, TypeVar
 
 import psutil
 import torch
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 RATIOS = ("medians", "minima", "CPU s", "pairs")
 WARM_UP = 2
-_ANSWER_SECONDS = 900.0
-_STOP_SECONDS = 10.0
+ANSWER_SECONDS = 900.0
 _WIDTH = 400  # of a row, which is never wrapped
-_SPAWN = get_context("spawn")
+_Result = TypeVar("_Result")
+_made: list[Any] = []  # the object of a worker's process
 
 
 class Worker:
-    """A process with one torch thread that answers messages; used in a ``with`` statement.
+    """A process with one torch thread; used in a ``with`` statement, at whose end it is killed.
 
-    It runs ``role`` with its end of the pipe and the arguments, which must be picklable. It is
-    bound to its cores before it starts any thread. While it waits, it uses no processor time.
+    It makes an object, and calls the object's methods one after another. It is bound to its cores
+    before it starts any thread. Between calls, it uses no processor time.
     """
 
-    def __init__(self, role: Callable[..., None], cores: Collection[int], *arguments: Any) -> None:
-        self._link, other = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_enter, args=(role, other, arguments), daemon=True)
+    def __init__(self, cores: Collection[int], make: Callable[..., Any], *arguments: Any) -> None:
         # Inherited by the process and its threads.
         os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        self._pool = ProcessPoolExecutor(
+            1, get_context("spawn"), initializer=_set_up, initargs=(make, arguments)
+        )
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)
         try:
-            self._process.start()
+            self._started = self._pool.submit(os.getpid)
         finally:
             os.sched_setaffinity(0, before)
-        other.close()
 
     @property
     def pid(self) -> int:
-        """The process id."""
-        assert self._process.pid is not None
-        return self._process.pid
+        """The process id, as soon as the object is made."""
+        return self._started.result(ANSWER_SECONDS)
 
-    def receive(self) -> Any:
-        """Wait for the next message of the process.
+    def submit(self, method: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+        """Call a method of the object, without waiting for its result."""
+        return self._pool.submit(_call, method, arguments)
+
+    def ask(self, method: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Call a method of the object, and return its result.
 
         Raises:
-            SystemExit: The process failed, or sent nothing for 15 minutes.
+            TimeoutError: There is no result after 15 minutes.
 
         """
-        if not self._link.poll(_ANSWER_SECONDS):
-            raise SystemExit(f"process {self.pid} sent nothing for {_ANSWER_SECONDS:g} s")
-        try:
-            message = self._link.recv()
-        except EOFError:
-            raise SystemExit(f"process {self.pid} ended unexpectedly") from None
-        if isinstance(message, SystemExit):
-            raise message
-        return message
-
-    def send(self, message: Any) -> None:
-        """Send a message without waiting for its answer."""
-        self._link.send(message)
-
-    def ask(self, message: Any = None) -> Any:
-        """Send a message and wait for its answer."""
-        self.send(message)
-        return self.receive()
+        return self.submit(method, *arguments).result(ANSWER_SECONDS)
 
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._link.close()  # the process then ends when it waits for a message
-        if kind is None:
-            self._process.join(_STOP_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+    def __exit__(self, *_: object) -> None:
+        # It may be waiting for a process that has ended.
+        with suppress(BrokenProcessPool, ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._pool.shutdown()
 
 
-def _enter(role: Callable[..., None], link: Connection, arguments: tuple[Any, ...]) -> None:
+def _set_up(make: Callable[..., Any], arguments: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     torch.set_num_threads(1)
-    try:
-        role(link, *arguments)
-    except (EOFError, BrokenPipeError):
-        pass  # the parent has closed the pipe
-    except Exception as error:
-        link.send(SystemExit(f"{role.__name__}: {type(error).__name__}: {error}"))
-        raise
+    tqdm.set_lock(RLock())  # its own lock would outlive this process, which is killed
+    _made.append(make(*arguments))
 
 
-def ask_all(workers: Sequence[Worker], messages: Sequence[Any]) -> list[Any]:
-    """Send one message to each process, then wait for all answers."""
-    for worker, message in zip(workers, messages, strict=True):
-        worker.send(message)
-    return [worker.receive() for worker in workers]
+def _call(method: Callable[..., _Result], arguments: Sequence[Any]) -> _Result:
+    return method(*_made, *arguments)
 
 
 class Side:

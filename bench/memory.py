@@ -31,16 +31,17 @@ warm-up run of the measurement with a small model, minus VmRSS at that time.
 
 import argparse
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 
 from rich.table import Table
 
 from bench.harness import Worker, make_table, show
 from bench.job import Job, join, load_body, load_ends, open_model, random_job, train
 from bench.memory_use import Memory, SavedTensors, bytes_of
-from bench.parties import serve_clients, train_clients
+from bench.parties import Server, Training
 from bench.shape import Shape
+from split.protocol.invitation import Invitation
 from split.settings import SplitSettings
 
 _CLIENT = Shape(hidden=1024, blocks=12)
@@ -58,52 +59,62 @@ _ALLOCATORS = {
 }
 
 
-def measure_client(link: Connection, job: Job, split: SplitSettings, miniature: Job) -> None:
-    """Train the warm-up model and the job's with an invitation from ``link`` each; send bytes."""
-    with open_model(load_ends(miniature, split), link.recv(), miniature, split) as model:
-        join(model, miniature)
-        train(miniature, model, model.parameters)
-        model.end()
-    del model
-    memory = Memory()
-    ends = load_ends(job, split)
-    loading = memory.peak()
-    tensors = [p for part in ends.values() for p in part.model.parameters()]
-    buffers = [b for part in ends.values() for b in part.model.buffers()]
-    with open_model(ends, link.recv(), job, split) as model:
-        join(model, job)
-        train(job, model, model.parameters, chosen=slice(None, -1))
-        peak = memory.peak()
-        saved = SavedTensors(tensors)
-        with saved.counting():
-            train(job, model, model.parameters, chosen=slice(-1, None))
-        model.end()
-    layers = bytes_of(tensors + buffers)
-    link.send({"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak})
+class Client:
+    """A client in a process of its own, which measures its memory."""
+
+    def measure(self, job: Job, split: SplitSettings, invitation: Invitation) -> dict[str, int]:
+        """Train, and return byte counts by name."""
+        memory = Memory()
+        ends = load_ends(job, split)
+        loading = memory.peak()
+        tensors = [p for part in ends.values() for p in part.model.parameters()]
+        buffers = [b for part in ends.values() for b in part.model.buffers()]
+        with open_model(ends, invitation, job, split) as model:
+            join(model, job)
+            train(job, model, model.parameters, chosen=slice(None, -1))
+            peak = memory.peak()
+            saved = SavedTensors(tensors)
+            with saved.counting():
+                train(job, model, model.parameters, chosen=slice(-1, None))
+            model.end()
+        layers = bytes_of(tensors + buffers)
+        return {"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak}
 
 
-def measure_server(
-    link: Connection, job: Job, split: SplitSettings, lanes: int, miniature: Job
-) -> None:
-    """Serve the warm-up model and then the job; finally send byte counts by name."""
-    serve_clients(link, [miniature] * lanes, split)
-    memory = Memory()
-    body = load_body(job, split)
-    loading = memory.peak()
-    layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
-    serve_clients(link, [job] * lanes, split, body)
-    link.send({"layers": layers, "loading": loading, "peak": memory.peak()})
+class MeasuredServer:
+    """A block server in a process of its own, which measures its memory."""
+
+    def invite(self, jobs: Sequence[Job], split: SplitSettings) -> list[Invitation]:
+        """Begin to serve, and return the invitations."""
+        self._memory = Memory()
+        body = load_body(jobs[0], split)
+        layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
+        self._bytes = {"loading": self._memory.peak(), "layers": layers}
+        self._server = Server(jobs, split, body)
+        return self._server.invite()
+
+    def finish(self) -> dict[str, int]:
+        """End the round, and return byte counts by name.
+
+        Raises:
+            SystemExit: A lane failed.
+
+        """
+        errors = [account["error"] for account in self._server.finish() if account["error"]]
+        if errors:
+            raise SystemExit(errors[0])
+        del self._server
+        return self._bytes | {"peak": self._memory.peak()}
 
 
 def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
     """Run a client and the servers that it needs, and return its byte counts by name."""
     split = SplitSettings(frame_timeout=600.0)
-    with ExitStack() as stack:
-        client = stack.enter_context(Worker(measure_client, cores, job, split, miniature))
+    with Worker(cores, Client) as client:
         for each in (miniature, job):
-            server = stack.enter_context(Worker(serve_clients, cores, [each], split))
-            client.send(server.receive()[0])
-        measured: dict[str, int] = client.receive()
+            with Worker(cores, Server, [each], split) as server:
+                (invitation,) = server.ask(Server.invite)
+                measured = client.ask(Client.measure, each, split, invitation)
     return measured
 
 
@@ -112,15 +123,14 @@ def server_memory(job: Job, miniature: Job, cores: set[int], lanes: int) -> dict
     split = SplitSettings(
         schedule="hierarchical", activation_budget=_ROOM * job.shape.tokens, frame_timeout=600.0
     )
-    with Worker(measure_server, cores, job, split, lanes, miniature) as server:
+    with Worker(cores, MeasuredServer) as server:
         for each in (miniature, job):
-            with Worker(train_clients, cores, [each] * lanes, split) as clients:
-                for message in (server.receive(), each.steps, "accounts"):
-                    clients.ask(message)
-            errors = [account["error"] for account in server.ask("accounts") if account["error"]]
-            if errors:
-                raise SystemExit(errors[0])
-        measured: dict[str, int] = server.receive()
+            jobs = [each] * lanes
+            with Worker(cores, Training, jobs, split) as clients:
+                clients.ask(Training.begin, server.ask(MeasuredServer.invite, jobs, split))
+                clients.ask(Training.steps, each.steps)
+                clients.ask(Training.accounts)
+            measured = server.ask(MeasuredServer.finish)
     return measured
 
 

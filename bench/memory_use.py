@@ -1,6 +1,7 @@
 """Memory use of a process: resident memory, tensors, and tensors saved by autograd."""
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,29 +52,23 @@ class SavedTensors:
         return saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def _pack(self, tensor: torch.Tensor) -> "_Saved":
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            if not self._users[storage.data_ptr()]:
-                self._bytes += storage.nbytes()
-                self.peak = max(self.peak, self._bytes)
-            self._users[storage.data_ptr()] += 1
-        return _Saved(tensor, self)
+        saved, storage = _Saved(tensor), tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in self._parameters:
+            self._count(place, size, 1)
+            # Autograd releases it after its backward pass.
+            weakref.finalize(saved, self._count, place, size, -1)
+        return saved
 
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Count a saved tensor as released."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self._users[storage.data_ptr()] -= 1
-            if not self._users[storage.data_ptr()]:
-                self._bytes -= storage.nbytes()
+    def _count(self, place: int, size: int, users: int) -> None:
+        before = bool(self._users[place])
+        self._users[place] += users
+        self._bytes += size * (bool(self._users[place]) - before)
+        self.peak = max(self.peak, self._bytes)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Saved:
-    """A saved tensor; autograd releases it after its backward pass."""
+    """A saved tensor."""
 
     tensor: torch.Tensor
-    owner: SavedTensors
-
-    def __del__(self) -> None:
-        self.owner.forget(self.tensor)

@@ -1,19 +1,20 @@
 """The training processes: the whole model, or a block server and its clients."""
 
+import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from functools import partial
+from queue import SimpleQueue
 from statistics import mean
-from threading import Thread
 from typing import Any
 
 import torch
 
-from bench.harness import Side, Worker, ask_all
+from bench.harness import ANSWER_SECONDS, Side, Worker
 from bench.job import (
     LIFETIME,
     Job,
@@ -25,33 +26,32 @@ from bench.job import (
     serving,
     train,
 )
-from bench.proxy import forward
+from bench.proxy import Proxy
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
 from finetuning.training.loop import Stages
 from split.model.part import Part
 from split.model.partition import PartyName
+from split.protocol.invitation import Invitation
 from split.settings import SplitSettings
-
-_MEMORY, _ACCOUNTS = "memory", "accounts"
 
 
 class Whole(Side):
     """The whole model in a process of its own, which ``stack`` ends."""
 
     def __init__(self, stack: ExitStack, job: Job, cores: Collection[int]) -> None:
-        self._worker = stack.enter_context(Worker(_train_whole, cores, job))
-        self._worker.receive()
+        self._worker = stack.enter_context(Worker(cores, Training, [job]))
+        self._worker.ask(Training.begin)
         super().__init__("centralised", [self._worker.pid])
 
     def step(self) -> float:
         """Run an optimizer step, and return its loss."""
-        return float(self._worker.ask(1))
+        return self._worker.ask(Training.steps, 1)[0]
 
     def gpu_peaks(self) -> list[int]:
-        """Return the peak of GPU memory in bytes, after the last step."""
-        return [self._worker.ask(_MEMORY)]
+        """Return the peak of GPU memory in bytes."""
+        return [self._worker.ask(gpu_peak)]
 
 
 class Split(Side):
@@ -76,40 +76,44 @@ class Split(Side):
         steps_per_turn: int = 1,
     ) -> None:
         self._steps_per_turn = steps_per_turn
-        self._server = stack.enter_context(Worker(serve_clients, server_cores, jobs, split))
+        self._server = stack.enter_context(Worker(server_cores, Server, jobs, split))
         groups = [jobs] if together else [[job] for job in jobs]
         self._clients = [
-            stack.enter_context(Worker(train_clients, client_cores, group, split))
-            for group in groups
+            stack.enter_context(Worker(client_cores, Training, own, split)) for own in groups
         ]
-        workers, invitations = [*self._clients, self._server], self._server.receive()
+        workers, invitations = [*self._clients, self._server], self._server.ask(Server.invite)
         if line is not None:
             every_core, address = os.sched_getaffinity(0), invitations[0].address
-            workers.append(stack.enter_context(Worker(forward, every_core, address, *line)))
-            address = workers[-1].receive()
+            workers.append(stack.enter_context(Worker(every_core, Proxy, address, *line)))
+            address = workers[-1].ask(Proxy.address)
             invitations = [replace(each, address=address) for each in invitations]
         each = iter(invitations)
-        ask_all(self._clients, [[next(each) for _ in group] for group in groups])
+        self._ask_clients(Training.begin, *([next(each) for _ in own] for own in groups))
         super().__init__(name, [worker.pid for worker in workers])
 
     def step(self) -> float:
         """Run a step of every client, until clients *and* server have finished it."""
         losses: list[float] = []
         for _ in range(self._steps_per_turn):
-            for each in ask_all(self._clients, [1] * len(self._clients)):
-                losses += each
-            self._server.ask()
+            losses += self._ask_clients(Training.steps, *[1] * len(self._clients))
+            self._server.ask(Server.settle)
         return mean(losses)
 
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the time accounts of the round at the clients and at the server."""
-        own = ask_all(self._clients, [_ACCOUNTS] * len(self._clients))
-        return [account for each in own for account in each], self._server.ask(_ACCOUNTS)
+        own = [account for client in self._clients for account in client.ask(Training.accounts)]
+        return own, self._server.ask(Server.finish)
 
     def gpu_peaks(self) -> list[int]:
         """Return the peaks of GPU memory in bytes: of all clients, and of the server."""
-        clients = ask_all(self._clients, [_MEMORY] * len(self._clients))
-        return [sum(clients), self._server.ask(_MEMORY)]
+        clients = sum(client.ask(gpu_peak) for client in self._clients)
+        return [clients, self._server.ask(gpu_peak)]
+
+    def _ask_clients(self, method: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+        """Call a method in all clients' processes at the same time; join the lists it returns."""
+        calls = zip(self._clients, arguments, strict=True)
+        answers = [client.submit(method, argument) for client, argument in calls]
+        return [each for answer in answers for each in answer.result(ANSWER_SECONDS)]
 
 
 def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
@@ -122,109 +126,88 @@ def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
             side.losses.append(loss)
 
 
-def _train_whole(link: Connection, job: Job) -> None:
-    """Train the whole model in turns, and finally answer with the peak GPU memory."""
-    peft_model = load_whole(job)
-    _train_in_turns(link, WholeModel(peft_model), trainable_parameters(peft_model), job)
-    link.recv()
-    link.send(_peak_gpu_memory())
+class Training:
+    """Models that train in this process, each in a thread, some steps at a time.
 
-
-def train_clients(link: Connection, jobs: Sequence[Job], split: SplitSettings) -> None:
-    """Train clients, each in a thread; the first message is their invitations.
-
-    This message is answered when all clients have joined. A number of steps is answered with the
-    clients' mean losses, ``memory`` with the peak GPU memory, and ``accounts``, after the last
-    step, with each client's account of the round.
+    They are split clients, one for each job, or without ``split`` the whole model.
     """
-    links = []
-    for job in jobs:
-        own, other = Pipe()
-        arguments = (other, load_ends(job, split), job, split)
-        Thread(target=_run_client, args=arguments, daemon=True).start()
-        links.append(own)
-    link.send(_ask_clients(links, link.recv()))
-    while True:
-        message = link.recv()
-        if message == _MEMORY:
-            link.send(_peak_gpu_memory())
+
+    def __init__(self, jobs: Sequence[Job], split: SplitSettings | None = None) -> None:
+        self._runs: list[Callable[..., Any]]
+        if split is None:
+            self._runs = [partial(_train_whole, load_whole(job), job) for job in jobs]
         else:
-            link.send(_ask_clients(links, [message] * len(links)))
+            self._runs = [partial(_train_client, load_ends(job, split), job, split) for job in jobs]
+
+    def begin(self, invitations: Sequence[Invitation | None] = (None,)) -> list[float]:
+        """Begin, clients with their invitations, and wait until all models have begun."""
+        pairs = zip(self._runs, invitations, strict=True)
+        self._turns = [_Turns(partial(run, invitation)) for run, invitation in pairs]
+        return [turns.end() for turns in self._turns]
+
+    def steps(self, count: int) -> list[float]:
+        """Train ``count`` steps of each model, and return their mean losses."""
+        for turns in self._turns:
+            turns.start(count)
+        losses = [turns.end() for turns in self._turns]
+        _wait_for_gpus()
+        return losses
+
+    def accounts(self) -> list[dict[str, Any]]:
+        """Return each client's account of the round, after its last step."""
+        return [turns.result.result() for turns in self._turns]
 
 
-def _ask_clients(links: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
-    for link, message in zip(links, messages, strict=True):
-        link.send(message)
-    answers = [link.recv() for link in links]
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return answers
+def _train_whole(peft_model: Any, job: Job, _: None, turns: "_Turns") -> None:
+    turns.train(WholeModel(peft_model), trainable_parameters(peft_model), job)
 
 
-def _run_client(
-    link: Connection, ends: Mapping[PartyName, Part], job: Job, split: SplitSettings
-) -> None:
-    try:
-        with open_model(ends, link.recv(), job, split) as model:
-            join(model, job)
-            started = time.thread_time()
-            _train_in_turns(link, model, model.parameters, job)
-            computing = time.thread_time() - started
-            model.end()
-        link.recv()
-        account = asdict(model.lane.traffic)
-        account |= {"seconds_computing": computing, "seconds_waiting": model.seconds_waiting}
-        link.send(account)
-    except (EOFError, BrokenPipeError):
-        pass  # the process is ending
-    except Exception as error:
-        link.send(error)
-
-
-def serve_clients(
-    link: Connection, jobs: Sequence[Job], split: SplitSettings, body: Part | None = None
-) -> None:
-    """Serve clients; the first message of this process is their invitations.
-
-    ``memory`` is answered with the peak GPU memory, ``accounts`` ends the round and is answered
-    with the server's accounts, and any other message is answered when all work is done.
-    """
-    names = [f"client-{number}" for number in range(len(jobs))]
-    body, seed = body or load_body(jobs[0], split), jobs[0].seed
-    with serving(body=body, job=jobs[0], split=split, clients=len(jobs)) as server:
-        server.begin_round(dict.fromkeys(names, 1), seed)
-        link.send([server.invite_to_train(name, 1, seed, LIFETIME) for name in names])
-        while (message := link.recv()) != _ACCOUNTS:
-            if message == _MEMORY:
-                link.send(_peak_gpu_memory())
-                continue
-            # This goes through the compute thread's queue, so it returns after the optimizer step.
-            server.state_of(names[0])
-            _wait_for_gpus()
-            link.send(None)
-        link.send([asdict(account) for account in server.finish_lanes()])
-
-
-def _train_in_turns(
-    link: Connection, model: Stages, parameters: Mapping[str, torch.nn.Parameter], job: Job
-) -> None:
-    """Train; each message is a number of steps, answered with their mean loss.
-
-    The first answer, before any step, confirms that the model is loaded.
-    """
-    turns = _Turns(model, link)
-    train(job, turns, parameters)
-    turns.answer()
+def _train_client(
+    ends: Mapping[PartyName, Part],
+    job: Job,
+    split: SplitSettings,
+    invitation: Invitation,
+    turns: "_Turns",
+) -> dict[str, Any]:
+    with open_model(ends, invitation, job, split) as model:
+        join(model, job)
+        started = time.thread_time()
+        turns.train(model, model.parameters, job)
+        computing = time.thread_time() - started
+        model.end()
+    seconds = {"seconds_computing": computing, "seconds_waiting": model.seconds_waiting}
+    return asdict(model.lane.traffic) | seconds
 
 
 class _Turns:
-    """The stages of a model, which wait for a message before each step."""
+    """The stages of a model that ``run`` trains in a thread; they wait before each turn."""
 
-    def __init__(self, stages: Stages, link: Connection) -> None:
-        self._stages, self._link = stages, link
+    def __init__(self, run: Callable[["_Turns"], Any]) -> None:
+        self._starts: SimpleQueue[int] = SimpleQueue()
+        self._ends: SimpleQueue[float] = SimpleQueue()
         self._remaining = 0
         self._losses: list[float] = []
+        self.result = ThreadPoolExecutor(1).submit(run, self)
+        self.result.add_done_callback(lambda _: self._end())
+
+    def train(self, stages: Stages, parameters: Mapping[str, torch.nn.Parameter], job: Job) -> None:
+        self._stages = stages
+        train(job, self, parameters)
+        self._end()
+
+    def start(self, steps: int) -> None:
+        self._starts.put(steps)
+
+    def end(self) -> float:
+        """Wait for the end of a turn, and return its mean loss; first, for the beginning."""
+        loss = self._ends.get()
+        if self.result.done():
+            self.result.result()  # raises its error
+        return loss
+
+    def _end(self) -> None:
+        self._ends.put(mean(self._losses or [math.nan]))
+        self._losses = []
 
     @property
     def columns_before(self) -> int:
@@ -232,8 +215,8 @@ class _Turns:
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         if not self._remaining:
-            self.answer()
-            self._remaining = self._link.recv()
+            self._end()
+            self._remaining = self._starts.get()
         self._remaining -= 1
         losses = self._stages.accumulate(batches, seed)
         self._losses.append(sum(losses) / sum(len(batch.labels) for batch in batches))
@@ -242,10 +225,32 @@ class _Turns:
     def clip(self, maximum: float) -> float:
         return self._stages.clip(maximum)
 
-    def answer(self) -> None:
+
+class Server:
+    """A block server in this process, with a lane for each client."""
+
+    def __init__(self, jobs: Sequence[Job], split: SplitSettings, body: Part | None = None) -> None:
+        job, self._names = jobs[0], [f"client-{number}" for number in range(len(jobs))]
+        body, self._seed = body or load_body(job, split), job.seed
+        self._server = serving(body=body, job=job, split=split, clients=len(jobs))
+        self._server.begin_round(dict.fromkeys(self._names, 1), job.seed)
+
+    def invite(self) -> list[Invitation]:
+        """Return an invitation for each client."""
+        invite = self._server.invite_to_train
+        return [invite(name, 1, self._seed, LIFETIME) for name in self._names]
+
+    def settle(self) -> None:
+        """Wait until all work is done."""
+        # This goes through the compute thread's queue, so it returns after the optimizer step.
+        self._server.state_of(self._names[0])
         _wait_for_gpus()
-        self._link.send(mean(self._losses) if self._losses else None)
-        self._losses = []
+
+    def finish(self) -> list[dict[str, Any]]:
+        """End the round, and return the server's account of each lane."""
+        accounts = [asdict(account) for account in self._server.finish_lanes()]
+        self._server.stop()
+        return accounts
 
 
 def _wait_for_gpus() -> None:
@@ -256,7 +261,7 @@ def _wait_for_gpus() -> None:
                 torch.cuda.synchronize(number)
 
 
-def _peak_gpu_memory() -> int:
-    """Return the peak bytes of tensors on GPUs since the start of the process."""
+def gpu_peak(_: object) -> int:
+    """Return the peak bytes of tensors on GPUs since the start of this process."""
     numbers = range(torch.cuda.device_count())
     return sum(torch.cuda.max_memory_allocated(number) for number in numbers)

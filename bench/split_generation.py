@@ -13,7 +13,6 @@ import argparse
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.connection import Connection
 
 import torch
 from rich.table import Table
@@ -29,11 +28,12 @@ from bench.job import (
     random_job,
     serving,
 )
-from bench.proxy import forward
+from bench.proxy import Proxy
 from bench.shape import SEED, Shape
 from finetuning.evaluation.generation import Answering
 from finetuning.model.whole_model import WholeModel
 from split.model.adapters import take_apart
+from split.protocol.invitation import Invitation
 from split.settings import SplitSettings
 
 _ROWS, _PROMPT, _NEW = 8, 64, 64
@@ -41,15 +41,18 @@ _DELAY, _GIGABITS = 0.02, 1.0
 _LANES = ("near", "far")
 
 
-def serve_texts(link: Connection, job: Job, split: SplitSettings) -> None:
-    """Serve the blocks over two lanes: send two invitations, and stop when the pipe is closed."""
-    body = load_body(job, split)
-    models = {"global": take_apart(job.state(), body.partition)["body"]}
-    with serving(
-        body=body, job=job, split=split, clients=len(_LANES), max_cached_tokens=job.shape.tokens
-    ) as server:
-        link.send([server.invite_to_evaluate(name, 0, models, LIFETIME) for name in _LANES])
-        link.recv()
+class Server:
+    """A block server in a process of its own, for a lane of each of ``_LANES``."""
+
+    def __init__(self, job: Job, split: SplitSettings) -> None:
+        body = load_body(job, split)
+        self._models = {"global": take_apart(job.state(), body.partition)["body"]}
+        self._server = serving(body, job, split, len(_LANES), max_cached_tokens=job.shape.tokens)
+
+    def invite(self) -> list[Invitation]:
+        """Return an invitation for each lane."""
+        invite = self._server.invite_to_evaluate
+        return [invite(name, 0, self._models, LIFETIME) for name in _LANES]
 
 
 def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabulary: int) -> Table:
@@ -91,10 +94,10 @@ def main() -> None:
     shape = Shape(rows=_ROWS, columns=_PROMPT + _NEW)
     split = SplitSettings(wire_dtype="float32")
     with random_job(shape, 1) as job, ExitStack() as stack:
-        server = stack.enter_context(Worker(serve_texts, core, job, split))
-        near, far = server.receive()
-        proxy = stack.enter_context(Worker(forward, core, far.address, _DELAY, _GIGABITS))
-        far = replace(far, address=proxy.receive())
+        server = stack.enter_context(Worker(core, Server, job, split))
+        near, far = server.ask(Server.invite)
+        proxy = stack.enter_context(Worker(core, Proxy, far.address, _DELAY, _GIGABITS))
+        far = replace(far, address=proxy.ask(Proxy.address))
         ends = load_ends(job, split)
         models: dict[str, Answering] = {"whole model": WholeModel(load_whole(job))}
         for name, invitation in (("split", near), ("split, 20 ms each way", far)):
