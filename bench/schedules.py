@@ -17,8 +17,8 @@ a schedule's processes. Four ratios are given: of medians, of minima, of CPU sec
 of the ratios within a round of turns ("pairs"), which is robust to slower periods of the machine.
 
 In the first step, client-batch and the whole model compute the same: the run fails if their losses
-differ by more than 1e-4 with ``--wire float32`` (1e-2 with others). Later steps differ, because
-every client trains its own head and tail.
+differ by more than 1e-2; hidden states are sent in bfloat16. Later steps differ, because every
+client trains its own head and tail.
 """
 
 import argparse
@@ -27,18 +27,17 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
 from bench.job import Job, random_examples, random_job
 from bench.parties import Split, Whole, alternate
 from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
-from split.protocol.frames import WireType
 from split.settings import SplitSettings
 
 SCHEDULES = ("client-batch", "hierarchical", "serial")
 TARGETS = {"client-batch": "≥ 0.97"}
+_TOLERANCE = 1e-2  # of the first loss
 
 
 def stacked(job: Job, clients: int) -> Job:
@@ -111,11 +110,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
-    parser.add_argument("--wire", choices=get_args(WireType), default="bfloat16")
     arguments = parser.parse_args()
     core = {max(os.sched_getaffinity(0))}
     shape = Shape(vocabulary=2000)
-    split = SplitSettings(wire_dtype=arguments.wire, activation_budget=2**20, frame_timeout=3600.0)
+    split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     table = make_table(
         "samples per second and ratios to centralised training",
         *("clients", "", "samples/s", *RATIOS, "target"),
@@ -125,14 +123,14 @@ def main() -> None:
             with ExitStack() as stack:
                 whole, sides = start(stack, job, split, clients, SCHEDULES, core)
                 alternate([whole, *sides], job.steps)
-            check(whole, sides, 1e-4 if arguments.wire == "float32" else 1e-2)
+            check(whole, sides, _TOLERANCE)
             samples = clients * shape.rows * shape.micro_batches
             for side in (whole, *sides):
                 rate = f"{samples / side.summary()[0]:.2f}"
                 target = TARGETS.get(side.name, "")
                 table.add_row(str(clients), side.name, rate, *ratios(whole, side), target)
             table.add_section()
-    show(f"{shape}, {arguments.pairs} turns, wire {arguments.wire}, seed {SEED}", table)
+    show(f"{shape}, {arguments.pairs} turns, wire {split.wire_dtype}, seed {SEED}", table)
 
 
 if __name__ == "__main__":

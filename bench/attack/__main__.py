@@ -4,8 +4,7 @@ Reproduce the attack of FL-GLM section 4.3.3, in which a decoder is trained on a
 hidden states and text and applied to another client's hidden states, and run attacks that use the
 public model. Each cell of the tables is a file in the output folder; existing cells are not
 computed again. The record, and the tables and pictures made from it, are written to ``--document``;
-``python -m bench.pages`` then puts the tables into ``attack.md``. With ``--render``, tables and
-pictures are made from the existing record, without measuring.
+``python -m bench.pages`` then puts the tables into ``attack.md``.
 """
 
 import argparse
@@ -20,7 +19,7 @@ import torch
 
 from bench.attack.cells import Cell, Sizes, cells_of
 from bench.attack.measuring import Attacked
-from bench.attack.report import RECORD, tables, write_results
+from bench.attack.report import tables, write_results
 from bench.attack.texts import GENERATED, generated_texts, texts_in
 from finetuning.files import replacing
 from finetuning.model.base_model import load_tokenizer, locate
@@ -41,14 +40,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))
     parser.add_argument("--document", type=Path, help="folder for the results, such as docs")
-    parser.add_argument("--render", action="store_true", help="only write --document again")
     arguments = parser.parse_args()
-    if arguments.render:
-        if arguments.document is None:
-            raise SystemExit("--render needs --document, the folder with the record, such as docs")
-        found = json.loads((arguments.document / RECORD).read_text(encoding="utf-8"))
-        write_results(found, arguments.document)
-        return
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
     tokenizer = load_tokenizer(directory)
