@@ -143,11 +143,8 @@ def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: 
             optim="adamw_torch",
             train_sampling_strategy="sequential",  # the rows are in the grouping sampler's order
             use_cpu=True,
-            bf16=False,
-            dataloader_num_workers=0,
             logging_steps=1,
             save_strategy="no",
-            eval_strategy="no",
             report_to="none",
             disable_tqdm=True,
             seed=SEED,

@@ -23,6 +23,7 @@ from typing import Any
 
 from bench.harness import make_table, show
 from chambers.superlink import COMPLETED, SuperLink, free_port, private_superlink, run_app
+from federation.run_folder import METRICS, read_events
 from finetuning.generated import STYLES, examples
 from tests.deployment.deployment import CHECKOUT
 
@@ -77,16 +78,12 @@ def _run(
     if status != COMPLETED:
         raise SystemExit(f"the run ended with {status}; its logs were in {home}")
     (directory,) = (home / "runs").iterdir()
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    seconds: dict[int, float] = {}
-    training: dict[int, float] = {}
-    for event in map(json.loads, lines):
-        if event["event"] == "round":
-            seconds[event["round"]] = event["seconds"]
-        elif event["event"] == "train":
-            slowest = training.get(event["round"], 0.0)
-            training[event["round"]] = max(slowest, event["seconds"])
-    return [(seconds[number], training[number]) for number in seconds if number > 1]
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for event in read_events(directory / METRICS):
+        if event["event"] in {"round", "train"}:
+            seconds.setdefault((event["event"], event["round"]), []).append(event["seconds"])
+    measured = range(2, _ROUNDS + 1)
+    return [(max(seconds["round", n]), max(seconds["train", n])) for n in measured]
 
 
 @contextmanager
