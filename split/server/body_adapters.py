@@ -31,7 +31,7 @@ _TINY_NORM = 1e-6
 class Activations:
     """A micro-batch between its forward pass and its backward pass."""
 
-    hidden: torch.Tensor  # (rows, columns, hidden) from the client; a leaf tensor
+    hidden: torch.Tensor  # (rows, columns, hidden) from the client; a leaf on the first device
     output: torch.Tensor  # of the last block; its autograd graph references all activations
 
 
@@ -69,7 +69,10 @@ class BodyAdapters:
 
         ``grad`` is whether to compute the gradient for ``hidden``, (rows, columns, hidden).
         """
-        given = hidden.detach().requires_grad_(grad)
+        # A leaf on the device, because the gradient of one on the CPU would be copied there by
+        # autograd, and the host would wait.
+        given = to_device(hidden.detach(), self._body.device, self._body.dtype)
+        given = given.detach().requires_grad_(grad)
         self._body.use(self.name)
         self._body.train(True)
         with drawing_from(seed):
