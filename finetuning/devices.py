@@ -60,13 +60,13 @@ def to_host(
     """Start copying detached tensors to the CPU, without waiting for the devices.
 
     Returns:
-        The copies, and an event that marks the completion of each copy from an accelerator.
+        The copies, and an event for each accelerator that marks the completion of its copies.
 
     """
-    copies, events = {}, []
-    for name, tensor in tensors.items():
-        copies[name] = tensor.detach().to("cpu", non_blocking=True)
-        if tensor.device.type != "cpu":
-            events.append(torch.Event(tensor.device))
-            events[-1].record()
+    copies = {name: t.detach().to("cpu", non_blocking=True) for name, t in tensors.items()}
+    events = []
+    for device in {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}:
+        events.append(torch.Event(device))
+        # Without a stream, it would be recorded on the current device, whichever that is.
+        events[-1].record(torch.accelerator.current_stream(device))
     return copies, events
