@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
 
-.PHONY: demo test test-slow test-all lint clean
+.PHONY: demo test test-slow test-accelerator test-all lint clean
 
 # ARGS are settings of the run, such as: rounds=2 strategy="fl-glm"
 demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
@@ -17,15 +17,21 @@ WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? core
 
 # A file's tests share fixtures and imports, so most of them should run in the same process.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow and not nightly" -n $(WORKERS) --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "not slow and not nightly and not accelerator" -n $(WORKERS) --dist worksteal $(PYTEST)
 
 # Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
 # processes, so four of them run at once even on fewer cores.
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m "slow and not nightly" -n 4 --dist worksteal $(PYTEST)
 
+# A process of its own, because torch must have the fake devices before the project is imported.
+ACCELERATOR = $(BIN)/python -m pytest -p tests.accelerator.plugin tests/accelerator
+test-accelerator: $(VENV)/installed
+	$(ACCELERATOR) -m "not nightly"
+
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "not accelerator" -n $(WORKERS) --dist worksteal $(PYTEST)
+	$(ACCELERATOR)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,9 +1,6 @@
-"""How often the host waits for a GPU, which PyTorch reports only with CUDA."""
+"""How often the host waits for an accelerator: the fake one, or a GPU if there is one."""
 
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,51 +14,22 @@ from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients
 from finetuning.training.proximal import ProximalPenalty
 from tests.split.clients import ADAPTER, MODEL, SIZES, TRAIN, Client, draw, serving, split_settings
+from tests.split.clients import STEPS as STEPS_OF_A_ROUND
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+pytestmark = pytest.mark.accelerator
 
-STEPS = 4
-
-
-@contextmanager
-def waits() -> Iterator[list[str]]:
-    """Yield a list, to which a message is added each time the host waits."""
-    found: list[str] = []
-
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        if "synchroniz" in str(message):
-            found.append(str(message))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show  # type: ignore[assignment]
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def more_of(run: Callable[[int], object], first: int, second: int) -> float:
-    """Return the number of waits per additional step or token."""
-    run(first)  # what is done once has been done
-    counts = []
-    for count in (first, second):
-        with waits() as found:
-            run(count)
-        counts.append(len(found))
-    return (counts[1] - counts[0]) / (second - first)
+STEPS = 2
 
 
 @pytest.fixture
-def model(base) -> WholeModel:
+def model(assert_waits, base) -> WholeModel:
     loaded = load_base_model(ModelSettings(name=str(base))).model
     assert loaded.dtype is torch.bfloat16
     return WholeModel(attach_adapter(loaded, ADAPTER, "base"))
 
 
 @pytest.mark.parametrize("kind", ["none", "continual", "share", "proximal", "private"])
-def test_a_step_of_three_micro_batches(model, kind):
+def test_a_step_of_three_micro_batches(assert_waits, model, kind):
     parameters = trainable_parameters(model.peft_model)
     anchor = {name: p.detach() + 0.1 for name, p in parameters.items()}
     penalty = {
@@ -88,22 +56,22 @@ def test_a_step_of_three_micro_batches(model, kind):
             penalty,
         )
 
-    assert more_of(run, STEPS, 3 * STEPS) <= 4
+    assert_waits(run, STEPS, 3 * STEPS, most=4)
 
 
-def test_a_generated_token(model):
+def test_a_generated_token(assert_waits, model):
     tokens = torch.randint(2, 64, (2, 8))
     mask = torch.ones_like(tokens)
 
     def run(count: int) -> None:
         model.generate(tokens, mask, count, min_new_tokens=count, do_sample=False, pad_token_id=0)
 
-    assert more_of(run, 8, 40) <= 1.25  # now and then, the end is looked for twice
+    assert_waits(run, 8, 40, most=1.25)  # now and then, the end is looked for twice
 
 
 @pytest.mark.parametrize("schedule", ["serial", "client-batch", "hierarchical"])
-def test_a_split_step_of_client_and_server(base, beginning, schedule):
-    """The client reads losses and norm, and the server its norm; copies of frames don't wait."""
+def test_a_split_step_of_client_and_server(assert_waits, base, beginning, schedule):
+    """The client reads losses and norm, and the server the norm of each of its devices."""
     dtype = MODEL.model_copy(update={"dtype": "bfloat16"})
     split = split_settings(schedule=schedule, wire_dtype="bfloat16")
 
@@ -112,4 +80,4 @@ def test_a_split_step_of_client_and_server(base, beginning, schedule):
             server.begin_round({"alpha": SIZES["alpha"]}, 0)
             Client("alpha", base, split, model=dtype).train(server, beginning, steps=steps)
 
-    assert more_of(run, 6, 18) <= 6
+    assert_waits(run, STEPS, STEPS_OF_A_ROUND, most=4)

@@ -1,0 +1,76 @@
+"""What the tests of accelerators share: the fake one, and a small checkpoint with its adapter."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.accelerator.device import FakeAccelerator
+from tests.split.conftest import base, beginning  # noqa: F401  # fixtures
+
+
+def _installed(config: pytest.Config) -> FakeAccelerator | str:
+    plugin = config.pluginmanager.get_plugin("tests.accelerator.plugin")
+    return "`make test-accelerator` runs it" if plugin is None else config.stash[plugin.DEVICE]
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> FakeAccelerator:
+    """The fake accelerator; a test is skipped without it."""
+    found = _installed(request.config)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@contextmanager
+def _waits_of_cuda() -> Iterator[list[str]]:
+    """Yield the list of places at which the host has waited for a real GPU since."""
+    found: list[str] = []
+
+    def show(message: Warning | str, _: object, file: str, line: int, *__: object) -> None:
+        if "synchroniz" in str(message):
+            found.append(f"{file}:{line}: {message}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # type: ignore[assignment]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def assert_waits(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Return a function that asserts how often the host waits in each further step or token.
+
+    The fake accelerator reports waits, and so does a real GPU if there is one.
+    """
+    found = _installed(request.config)
+    if isinstance(found, FakeAccelerator):
+        watch = found.waits
+    elif torch.cuda.is_available():
+        watch = _waits_of_cuda
+    else:
+        pytest.skip(found)
+
+    def check(run: Callable[[int], object], first: int, second: int, most: float) -> None:
+        run(first)  # what is done once has been done
+        counts = []
+        for count in (first, second):
+            with watch() as places:
+                run(count)
+            counts.append(Counter(places))
+        further = second - first
+        each = (counts[1].total() - counts[0].total()) / further
+        print(f"{each:.2f} waits each, of at most {most}:")
+        for place, number in (counts[1] - counts[0]).most_common():
+            print(f"{number / further:6.2f} {place}")
+        assert each <= most, "more waits than expected, at the lines above"
+
+    return check

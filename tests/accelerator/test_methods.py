@@ -1,0 +1,192 @@
+"""Both methods on two fake devices have the results of the CPU, in float32.
+
+Everything is real: models, adapters, optimizers, lanes. Tests of single functions are elsewhere;
+these run each path to and from a device once.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from finetuning.adapters.adapter import (
+    attach_adapter,
+    export_adapter,
+    load_adapter,
+    trainable_parameters,
+)
+from finetuning.data.candidates import Continuation
+from finetuning.evaluation.held_out import held_out_loss
+from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.model.base_model import load_base_model
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import ModelSettings
+from finetuning.training.continual import ContinualPenalty, importance
+from finetuning.training.loop import LocalRound, train_round
+from finetuning.training.private_gradients import Noise, PrivateGradients
+from finetuning.training.proximal import ProximalPenalty
+from split.model.adapters import join_adapters, take_apart
+from split.model.partition import partition_of
+from tests.split import clients
+from tests.split.clients import (
+    ADAPTER,
+    MODEL,
+    Client,
+    draw,
+    serving,
+    split_settings,
+    train_together,
+)
+from tests.split.model.test_prefixes import PREFIX, random_prefix
+
+pytestmark = pytest.mark.accelerator
+
+STEPS = 3
+TRAIN = clients.TRAIN.model_copy(update={"optimizer_state": "keep"})
+SIZES = {"alpha": 9, "beta": 6}
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    """Compare results by name, all on the CPU."""
+    assert found.keys() == expected.keys()
+    different = [
+        name
+        for name, value in expected.items()
+        if not torch.allclose(*map(torch.as_tensor, (found[name], value)), rtol=1e-5, atol=1e-5)
+    ]
+    assert not different
+
+
+def evaluated(model) -> dict:
+    """Return a model's held-out loss, a greedy text, and log-probabilities of candidates."""
+    tokens = torch.tensor([[0, 0, 7, 9, 11], [3, 5, 7, 9, 11]])
+    texts = model.generate(tokens, (tokens > 0).long(), 6, do_sample=False, pad_token_id=0)
+    groups = [
+        [Continuation(torch.arange(2, 2 + n), torch.tensor(answer)) for answer in ([4], [5, 6])]
+        for n in (3, 5)
+    ]
+    found = log_probabilities(model, groups, padding=0, max_tokens=60)
+    return {
+        "held-out loss": held_out_loss(model, draw(5, 9), 0, 2).loss,
+        "texts": texts,
+        "log-probabilities": [each.log_probability for group in found for each in group],
+    }
+
+
+def train_whole(base, kind, state) -> dict:
+    """Train two rounds of a whole model; return losses, weights, optimizer, and its evaluation."""
+    settings = ModelSettings(
+        name=str(base), dtype="float32", gradient_checkpointing=kind == "checkpointing"
+    )
+    adapter = PREFIX if kind == "prefix" else ADAPTER
+    if kind == "checkpointing":
+        # A device draws the numbers that the CPU draws from the same seed.
+        adapter = ADAPTER.model_copy(update={"dropout": 0.3})
+    model = load_base_model(settings).model
+    peft_model = attach_adapter(model, adapter, "base")
+    load_adapter(peft_model, state)
+    whole = WholeModel(peft_model)
+    parameters = trainable_parameters(peft_model)
+    examples = draw(12, 1)
+    anchor = {name: p.detach().cpu() + 0.1 for name, p in parameters.items()}
+    rows = [clients.collate([example], 0) for example in examples[:3]]
+    stages, penalty = whole, None
+    if kind == "continual":
+        weights = importance(whole, rows, "mean-absolute")
+        penalty = ContinualPenalty(
+            parameters, anchor, {n: w.cpu() for n, w in weights.items()}, 0.1, share=0.1
+        )
+    elif kind == "proximal":
+        penalty = ProximalPenalty(parameters, anchor, 0.1)
+    elif kind == "private":
+        random_bytes = np.random.default_rng(0).bytes
+        stages = PrivateGradients(whole, parameters, Noise(0.5, 1.0, 4.0), random_bytes)
+    losses, optimizer = [], None
+    for finished in range(2):
+        steps = [range(6), range(6, 12), range(3, 9)]
+        local_round = LocalRound(steps, finished * STEPS, 2 * STEPS, finished, math.inf)
+        report, optimizer = train_round(
+            stages, parameters, examples, 0, local_round, TRAIN, penalty, optimizer
+        )
+        losses += report.losses
+    adapter = export_adapter(peft_model)
+    return {"losses": losses} | adapter | optimizer | evaluated(whole)
+
+
+@pytest.mark.parametrize(
+    "kind", ["base", "continual", "proximal", "private", "checkpointing", "prefix"]
+)
+def test_a_whole_model(device, base, beginning, kind):
+    state = random_prefix(base) if kind == "prefix" else beginning
+    found = train_whole(base, kind, state)
+    with device.absent():
+        expected = train_whole(base, kind, state)
+    assert device.peak(0) > 10_000, "the model was on the device"
+    assert_equal(found, expected)
+
+
+def train_split(base, adapter, state, **settings) -> dict:
+    """Train two clients of a split model; return losses, weights, optimizers, and an evaluation."""
+    split = split_settings(window=2, **settings)
+    checkpointing = split.schedule == "serial" and adapter.kind == "lora"
+    model = MODEL.model_copy(update={"gradient_checkpointing": checkpointing})
+    parts = take_apart(state, partition_of(base, split))
+    own = parts["head"] | parts["tail"]
+    clients._ends.cache_clear()  # on the devices of the run before
+    members = {name: Client(name, base, split, adapter, model) for name in SIZES}
+    results: dict = {}
+    with serving(base, state, split, adapter, TRAIN, len(SIZES), model=model) as server:
+        server.begin_round(SIZES, 0, own)
+        if split.schedule == "serial":
+            trained = {}
+            for name, member in members.items():
+                trained[name] = member.train(server, own, STEPS, TRAIN)
+                assert not server.finish_lanes()[0].error
+        else:
+            steps, trains = dict.fromkeys(SIZES, STEPS), dict.fromkeys(SIZES, TRAIN)
+            trained = train_together(list(members.values()), server, own, steps, trains)
+            assert not any(account.error for account in server.finish_lanes())
+        body = server.end_round(SIZES)
+        results |= server.export_optimizers()
+        server.load_optimizers(server.export_optimizers())
+        for name, member in members.items():
+            results[f"{name}: losses"] = member.losses
+            results |= {f"{name}: {n}": value for n, value in member.optimizer.items()}
+            whole = join_adapters([trained[name], body])
+            results |= {f"{name}: {n}": value for n, value in whole.items()}
+        models = {"global": body, "base": None}
+        with members["alpha"].lane(server.invite_to_evaluate("alpha", 1, models, 60)) as chosen:
+            for name, adapters in models.items():
+                chosen.choose(name, None if adapters is None else trained["alpha"])
+                results |= {f"{name}: {n}": value for n, value in evaluated(chosen).items()}
+            chosen.end()
+    return results
+
+
+@pytest.mark.parametrize("devices", ["cuda:1", "cuda:0,cuda:1"])
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [("serial", "lora"), ("client-batch", "lora"), ("hierarchical", "lora"), ("serial", "prefix")],
+)
+def test_a_split_model(device, base, beginning, schedule, kind, devices):
+    adapter, state = ADAPTER, beginning
+    if kind == "prefix":
+        adapter, state = PREFIX, random_prefix(base)
+    settings = {"schedule": schedule, "average_every": 2 if schedule == "hierarchical" else 0}
+    found = train_split(base, adapter, state, body_devices=devices, **settings)
+    assert device.peak(1) > 10_000, "the body was on the second device"
+    with device.absent():
+        expected = train_split(base, adapter, state, **settings)
+    assert_equal(found, expected)
+
+
+def test_noise_on_hidden_states(device, base, beginning):
+    """It is secret, so that it can't be compared: what is on the lane must be finite."""
+    split = split_settings(body_devices="cuda:1")
+    with serving(base, beginning, split) as server:
+        server.begin_round({"alpha": 9}, 0)
+        client = Client("alpha", base, split, noise=0.1)
+        client.train(server, beginning, steps=1)
+        (account,) = server.finish_lanes()
+    assert not account.error and math.isfinite(client.losses[0])
