@@ -16,12 +16,11 @@ def default_device() -> torch.device:
 def default_dtype(device: torch.device) -> torch.dtype:
     """Return the data type of the weights for ``model.dtype = "auto"``.
 
-    The type is bfloat16 on XPUs and on CUDA GPUs that support bfloat16 natively, else float32.
+    The type is bfloat16 on CUDA GPUs and XPUs that support bfloat16 natively, else float32.
     """
-    if device.type == "cuda":
-        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        has_bfloat16 = device.type == "xpu"
+    has_bfloat16 = device.type in {"cuda", "xpu"} and torch.get_device_module(
+        device
+    ).is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 

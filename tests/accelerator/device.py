@@ -64,6 +64,7 @@ class FakeAccelerator:
         self._library = ctypes.CDLL(str(library))
         self._own: Any = torch.ops.fake_device
         self.devices = devices
+        self.has_bfloat16 = True  # natively
         self._own.install()
         self._own.set_device_count(devices)
 
@@ -94,6 +95,10 @@ class FakeAccelerator:
             yield
         finally:
             self._own.set_broken(False)
+
+    def used(self, index: int) -> int:
+        """Return the bytes of a device that are in use."""
+        return int(self._own.used(index))
 
     def peak(self, index: int) -> int:
         """Return the most bytes of a device that were in use since the last call."""
@@ -144,7 +149,7 @@ def install(devices: int = 2) -> FakeAccelerator:
     late = {"transformers", "accelerate", "peft"} & set(sys.modules)
     assert not late, f"{late} were imported before the fake accelerator was installed"
     device = FakeAccelerator(library, devices)
-    for name, function in _functions(torch.ops.fake_device).items():
+    for name, function in _functions(device).items():
         setattr(torch.cuda, name, function)
     # Its functions for all devices call the one for each in their own module.
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
@@ -166,8 +171,9 @@ def _clone_storages() -> None:
     torch.UntypedStorage.clone = clone  # type: ignore[method-assign]
 
 
-def _functions(own: Any) -> dict[str, Any]:
+def _functions(device: FakeAccelerator) -> dict[str, Any]:
     """Return the functions of ``torch.cuda`` that torch and other libraries call here."""
+    own: Any = torch.ops.fake_device
 
     def index_of(device: Any = None) -> int:
         if isinstance(device, int):
@@ -225,7 +231,9 @@ def _functions(own: Any) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (8, 0),
         "get_device_name": lambda device=None: "Fake GPU",
         "get_device_properties": lambda device=None: properties,
-        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or device.has_bfloat16
+        ),
         "mem_get_info": free_and_total,
         "memory_allocated": lambda device=None: own.used(index_of(device)),
         "memory_reserved": lambda device=None: own.used(index_of(device)),

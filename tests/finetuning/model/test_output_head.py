@@ -5,7 +5,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from finetuning.data.batching import MicroBatch
-from finetuning.model.output_head import add_target_gradient, output_head, target_loss
+from finetuning.model.output_head import (
+    add_target_gradient,
+    output_head,
+    target_log_probabilities,
+    target_loss,
+)
 
 
 def test_chunks_of_targets_equal_all_at_once(random_model):
@@ -25,3 +30,17 @@ def test_chunks_of_targets_equal_all_at_once(random_model):
     torch.testing.assert_close([hidden.grad, weight.grad], list(expected))
     assert float(loss) == pytest.approx(float(losses.sum()), rel=1e-6)
     assert float(target_loss(output_head(model), hidden, batch)) == pytest.approx(float(loss))
+
+
+@torch.no_grad()
+def test_scores_of_a_bfloat16_head_are_float32(random_model):
+    """The matrix is converted in three parts."""
+    model = random_model(
+        "cohere", vocab_size=2**16, hidden_size=128, num_hidden_layers=1
+    ).bfloat16()
+    chosen, labels = torch.randn(5, 128).bfloat16(), torch.randint(2**16, (5,))
+    logits = chosen.double() @ model.lm_head.weight.double().T * model.config.logit_scale
+    found, likeliest = target_log_probabilities(output_head(model), chosen, labels)
+    expected = -cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert likeliest.tolist() == (logits.argmax(-1) == labels).tolist()
