@@ -8,6 +8,7 @@ from logging import ERROR, INFO
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
@@ -33,6 +34,7 @@ from federation.messages import (
 )
 from federation.run_config import RunConfig, parse_run_config
 from finetuning.adapters.adapter import State
+from finetuning.devices import memory_problem
 from finetuning.errors import UserError
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import digest
@@ -63,6 +65,7 @@ _STRATEGIES: dict[str, Strategy] = {
     "fl-glm": fl_glm,
 }
 Handler = Callable[[Message, Context], Message]
+_MEMORY = "lower train.batch-size or data.max-length, or set model.gradient-checkpointing = true"
 _WITHHELD = "metrics are not sent: the site's policy demands differential privacy (privacy.epsilon)"
 
 
@@ -120,6 +123,8 @@ def _reason(error: Exception) -> str:
         return one_line(error.public)  # the text may quote the server
     if isinstance(error, FloatingPointError):  # raised in training
         return one_line(str(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return memory_problem(error, _MEMORY)
     about = f": {os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else ""
     return f"{type(error).__name__}{about}; this SuperNode's log has the details"
 

@@ -5,7 +5,8 @@
 ``chambers site worker`` starts this program. The worker answers one message at a time; meanwhile it
 refuses other messages, which their ClientApp processes then answer. If the caller ends before
 receiving its reply, the worker exits with status 75, since this is the only reliable way to stop
-all computations of a message; a supervisor such as systemd then restarts the worker.
+all computations of a message. It also exits with this status after a failed kernel, because no
+other kernel could run. A supervisor such as systemd then restarts the worker.
 """
 
 import argparse
@@ -42,8 +43,8 @@ from federation.worker_socket import (
     send,
 )
 
-# Exit status if the caller ended early: EX_TEMPFAIL in sysexits.h.
-CALLER_ENDED = 75
+# Exit status if a supervisor should start the worker again: EX_TEMPFAIL in sysexits.h.
+TRY_AGAIN = 75
 
 
 class Worker:
@@ -80,6 +81,8 @@ class Worker:
         if refusal:
             log(WARNING, "refused a message: the worker %s", refusal)
             return
+        from finetuning.devices import is_broken  # imports torch
+
         message = message_from_proto(MessageProto.FromString(receive(caller)))
         context = context_from_proto(ContextProto.FromString(receive(caller)))
         self._release_data(context.run_id)
@@ -92,6 +95,9 @@ class Worker:
                 problem = type(error).__name__
         send(caller, problem.encode())
         send(caller, reply)
+        if is_broken():
+            log(ERROR, "a kernel has failed, and no other can run, so the worker exits")
+            sys.exit(TRY_AGAIN)
 
     def _refusal(self, caller: socket.socket) -> str:
         """Return the reason for refusing a caller; empty if the caller is accepted."""
@@ -137,7 +143,7 @@ class Worker:
                     return
                 if caller in ready:
                     log(WARNING, "the caller ended before it had the reply, so the worker exits")
-                    os._exit(CALLER_ENDED)
+                    os._exit(TRY_AGAIN)
                 with suppress(OSError):
                     other, _ = self._listener.accept()
                     with other:

@@ -1,4 +1,4 @@
-"""The default device and data type of a model, and copies that don't block the host."""
+"""The default device and data type of a model, copies that don't block the host, and errors."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +18,8 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
     The type is bfloat16 on CUDA GPUs and XPUs that support bfloat16 natively, else float32.
     """
-    has_bfloat16 = device.type in {"cuda", "xpu"} and torch.get_device_module(
-        device
-    ).is_bf16_supported(including_emulation=False)
+    module = torch.cuda if device.type == "cuda" else torch.xpu if device.type == "xpu" else None
+    has_bfloat16 = module is not None and module.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
@@ -69,3 +68,18 @@ def to_host(
         # Without a stream, it would be recorded on the current device, whichever that is.
         events[-1].record(torch.accelerator.current_stream(device))
     return copies, events
+
+
+def memory_problem(error: torch.OutOfMemoryError, remedy: str) -> str:
+    """Return what didn't fit, where, and the remedy, without the other processes in CUDA's text."""
+    return f"out of memory: {'. '.join(str(error).split('. ')[1:3])}; {remedy}"
+
+
+def is_broken() -> bool:
+    """Return whether a kernel has failed, after which this process can't use its accelerator."""
+    try:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    except torch.AcceleratorError:
+        return True
+    return False

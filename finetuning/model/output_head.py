@@ -19,8 +19,7 @@ from finetuning.devices import to_device
 # A micro-batch's logits can be larger than all other tensors together. These sizes of a chunk of
 # float32 logits keep a CPU or an accelerator busy.
 _CPU_LOGIT_BYTES, _LOGIT_BYTES = 32 * 2**20, 256 * 2**20
-# Size of the part of a matrix that is converted to float32 at once.
-_WEIGHT_BYTES = 16 * 2**20
+_WEIGHT_BYTES = 16 * 2**20  # of a matrix that is converted to float32 in parts
 
 
 class _Backbone(torch.nn.Module):
@@ -45,10 +44,7 @@ class _Backbone(torch.nn.Module):
 
 
 class _Float32Products(TorchFunctionMode):
-    """Compute products with matrices of other types in float32, without a copy of the matrix.
-
-    The output head of Qwen2.5-7B takes 1.1 GB in bfloat16; a copy in float32 would take 2.2 GB.
-    """
+    """Compute products with matrices in float32, without a float32 copy of a whole matrix."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not linear or args[1].dtype == torch.float32:
@@ -56,8 +52,7 @@ class _Float32Products(TorchFunctionMode):
         given, weight, bias = (*args, None)[:3]
         product = given.new_empty(*given.shape[:-1], len(weight))
         rows = max(1, _WEIGHT_BYTES // (4 * weight.shape[1]))
-        parts = zip(product.split(rows, -1), weight.split(rows), strict=True)
-        for part, matrix in parts:
+        for part, matrix in zip(product.split(rows, -1), weight.split(rows), strict=True):
             part.copy_(given @ matrix.float().T)
         return product if bias is None else product + bias
 
@@ -135,13 +130,9 @@ def target_log_probabilities(
 
     """
     found, likeliest = [], []
-    modules = head.named_modules()
-    matrices = {f"{path}.weight" for path, m in modules if type(m) is torch.nn.Linear}
-    weights = {
-        name: parameter.float()
-        for name, parameter in head.named_parameters()
-        if parameter.is_floating_point() and name not in matrices
-    }
+    # Norms, biases and scales; `_Float32Products` converts matrices.
+    vectors = (each for each in head.named_parameters() if each[1].ndim < 2)
+    weights = {name: p.float() for name, p in vectors if p.is_floating_point()}
     size = _targets_at_once(head, chosen.device)
     parts = torch.split(labels.to(chosen.device), size)
     for part, label in zip(torch.split(chosen.float(), size), parts, strict=True):

@@ -69,10 +69,9 @@ class BodyAdapters:
 
         ``grad`` is whether to compute the gradient for ``hidden``, (rows, columns, hidden).
         """
-        # A leaf on the device, because the gradient of one on the CPU would be copied there by
-        # autograd, and the host would wait.
+        # A leaf on the device; autograd would wait for the copy of its gradient to one on the CPU.
         given = to_device(hidden.detach(), self._body.device, self._body.dtype)
-        given = given.detach().requires_grad_(grad)
+        given.requires_grad_(grad)
         self._body.use(self.name)
         self._body.train(True)
         with drawing_from(seed):

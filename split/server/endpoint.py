@@ -12,7 +12,7 @@ from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity
 from split.server.compute import ComputeThread
-from split.server.session import Session
+from split.server.session import Session, reason_of
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def lane_ended_by_errors(session: Session) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # includes LaneError and ProtocolError
-        session.give_up(f"{type(error).__name__}: {error}")
+        session.give_up(reason_of(error))
     except Exception as error:
         _log.exception("serving %r failed", session.lane)
         session.give_up(f"the server failed ({type(error).__name__})")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from finetuning.devices import memory_problem
 from split.lane.lane import Lane
 from split.protocol.errors import FrameError, LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
@@ -16,6 +17,14 @@ from split.server.compute import ComputeThread, Job, Priority
 from split.settings import SplitSettings
 
 POLL_SECONDS = 1.0
+_MEMORY = "at the server, lower split.activation-budget, or use more GPUs (split.body-devices)"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the text about an error of the server that a client may see."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return memory_problem(error, _MEMORY)
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass
@@ -100,7 +109,7 @@ class Session:
             self._owed -= 1
         # Any LaneError except FrameError means that the lane has ended, which ``serve`` handles.
         if not isinstance(error, LaneError) or isinstance(error, FrameError):
-            self.give_up(f"{type(error).__name__}: {error}")
+            self.give_up(reason_of(error))
 
     def put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
         """Queue a job that takes ``tokens`` from the activation budget; record the job's times."""

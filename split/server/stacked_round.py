@@ -34,7 +34,7 @@ from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepE
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread, Job, Priority
 from split.server.gradient_cap import GradientCap
-from split.server.session import Session
+from split.server.session import Session, reason_of
 from split.server.share_cap import ShareCap
 from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
 from split.server.wait_budget import WaitBudget
@@ -127,12 +127,15 @@ class StackedRound:
     def failed(self, error: BaseException) -> None:
         """End all lanes after an error in a stacked job.
 
-        Don't send the error message to clients, because it may contain data of one client.
+        Send clients the message of missing memory alone; others may contain data of one client.
         """
+        reason = "the server failed to compute the clients' micro-batches"
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = reason_of(error)
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:
             for member in self._members.values():
-                member.session.give_up("the server failed to compute the clients' micro-batches")
+                member.session.give_up(reason)
 
     def _advance(self) -> None:
         """Queue all jobs whose inputs have arrived."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.accelerator.device import FakeAccelerator
+from tests.client_app.conftest import site  # noqa: F401  # a fixture
 from tests.split.conftest import base, beginning  # noqa: F401  # fixtures
 
 

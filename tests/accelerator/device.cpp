@@ -38,6 +38,12 @@ int device_count = 0;
 bool broken = false;  // whether a kernel has failed, after which a GPU's context is of no use
 thread_local DeviceIndex current = 0;
 
+void refuse_if_broken() {
+  if (broken)
+    throw c10::AcceleratorError(
+        {__func__, __FILE__, __LINE__}, 719, "CUDA error: unspecified launch failure");
+}
+
 // ---- memory -----------------------------------------------------------------------------------
 
 struct Memory {
@@ -144,6 +150,7 @@ void carry_out(DeviceIndex device, int64_t number = INT64_MAX) {
 }
 
 void wait(const std::string& reason, DeviceIndex device) {
+  refuse_if_broken();
   carry_out(device);
   if (on_wait != nullptr) on_wait(reason.c_str());
 }
@@ -304,12 +311,6 @@ struct Hooks final : CUDAHooksInterface {
 // ---- operators -----------------------------------------------------------------------------------
 
 bool is_fake(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kFake; }
-
-void refuse_if_broken() {
-  if (broken)
-    throw c10::AcceleratorError(
-        {__func__, __FILE__, __LINE__}, 719, "CUDA error: unspecified launch failure");
-}
 
 // A tensor of another device with the same memory.
 Tensor tensor_of(c10::Storage storage, const Tensor& like, c10::DispatchKey key) {

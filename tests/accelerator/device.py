@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -135,6 +136,7 @@ def _line() -> str:
     return found.removeprefix(_ROOT)
 
 
+@cache
 def install(devices: int = 2) -> FakeAccelerator:
     """Build the library if necessary, and make this process see its devices.
 

@@ -1,13 +1,25 @@
 """What fits in a device's memory, and what happens where something doesn't."""
 
+import subprocess
+import sys
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from client_app.worker import TRY_AGAIN
+from federation.messages import ARRAYS
 from finetuning.devices import default_device, default_dtype
 from finetuning.model.output_head import output_head, target_log_probabilities
+from split.protocol.errors import PeerError
+from tests.client_app.worker_process import ROOT
+from tests.split.clients import Client, serving, split_settings
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.accelerator
+
+CHECKPOINTING = "model.gradient-checkpointing = true"
 
 
 def test_weights_are_bfloat16_only_where_a_device_has_it(device):
@@ -36,3 +48,53 @@ def test_scoring_makes_no_float32_copy_of_the_output_head(device):
     logits = chosen.cpu().double() @ model.lm_head.weight.cpu().double().T
     expected = -cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_client_says_what_did_not_fit(device, site, caplog):
+    """The coordinator gets no more; the client's own log has everything."""
+    assert ARRAYS in site.ask("train").content
+    with device.room(0, 1_000):
+        problem = site.refusal("train")
+    assert problem.startswith("out of memory: Tried to allocate ")
+    assert "bytes. GPU 0 has a total capacity of " in problem
+    assert problem.endswith("; lower train.batch-size or data.max-length, or set " + CHECKPOINTING)
+    assert "OutOfMemoryError" in caplog.text
+    assert ARRAYS in site.ask("train").content, "with room, it trains"
+
+
+@pytest.mark.parametrize("schedule", ["serial", "client-batch"])
+def test_a_client_learns_that_the_server_has_no_room(device, base, beginning, schedule):
+    split = split_settings(schedule=schedule, body_devices="cuda:1")
+    remedy = "at the server, lower split.activation-budget"
+    with serving(base, beginning, split) as server:
+
+        def train(name: str, disturb=lambda _: None) -> str:
+            server.begin_round({name: 9}, 0)
+            Client(name, base, split).train(server, beginning, steps=2, disturb=disturb)
+            (account,) = server.finish_lanes()
+            return account.error
+
+        assert not train("alpha")
+        used = device.used(1)
+        with ExitStack() as stack:
+
+            def leave_little(_: object) -> None:
+                stack.enter_context(device.room(1, 200_000))
+
+            with pytest.raises(PeerError, match=f"out of memory: .* GPU 1 has .*{remedy}"):
+                train("beta", leave_little)
+        (account,) = server.finish_lanes()
+        assert remedy in account.error
+        assert device.used(1) <= used, "nothing is kept"
+        assert not train("gamma"), "with room, the server goes on"
+
+
+def test_a_worker_ends_after_a_failed_kernel(device, site, tmp_path):
+    """It answers first. A supervisor starts it again, and the next one can use the device."""
+    socket = tmp_path / "worker.sock"
+    module = "tests.accelerator.broken_worker"
+    with subprocess.Popen([sys.executable, "-m", module, str(socket)], cwd=ROOT) as process:
+        wait_until(lambda: socket.exists() or process.poll() is not None, 120)
+        site.node["worker"] = str(socket)
+        assert "CUDA error" in site.refusal("train")
+        assert process.wait(60) == TRY_AGAIN

@@ -21,7 +21,7 @@ from flwr.common.serde import context_to_proto, message_to_proto
 from chambers.in_process import InProcessGrid
 from client_app.code_digest import code_digest
 from client_app.main import FailedInWorkerError, WorkerEndedError, answer
-from client_app.worker import CALLER_ENDED, listening
+from client_app.worker import TRY_AGAIN, listening
 from federation.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
 from federation.worker_socket import MAX_TEXT, WorkerError, receive, send
 from tests.client_app.worker_process import ROOT, running_worker
@@ -304,7 +304,7 @@ def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
         worker.wait_until_it_answers(1)
         caller.kill()
         caller.wait()
-        assert worker.process.wait(10) == CALLER_ENDED
+        assert worker.process.wait(10) == TRY_AGAIN
     assert not list(state.rglob("round-*"))
 
 

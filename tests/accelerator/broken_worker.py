@@ -1,0 +1,11 @@
+"""A resident worker on a device whose kernel has failed: ``broken_worker SOCKET``."""
+
+from tests.accelerator.device import install
+
+device = install()  # before what imports libraries
+
+from client_app.worker import main  # noqa: E402
+
+if __name__ == "__main__":
+    with device.broken():
+        main()
