@@ -10,6 +10,7 @@ import torch
 
 from tests.accelerator.device import FakeAccelerator
 from tests.client_app.conftest import site  # noqa: F401  # a fixture
+from tests.split import clients
 from tests.split.conftest import base, beginning  # noqa: F401  # fixtures
 
 
@@ -25,6 +26,12 @@ def device(request: pytest.FixtureRequest) -> FakeAccelerator:
     if isinstance(found, str):
         pytest.skip(found)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _fresh_parts() -> None:
+    """Forget the parts that an earlier test has loaded, perhaps without a device."""
+    clients._ends.cache_clear()
 
 
 @contextmanager
