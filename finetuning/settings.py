@@ -63,6 +63,9 @@ class AdapterSettings(Section):
         description="Length of a `prefix` (FL-GLM) in positions; each position takes as much "
         "memory as a token.",
     )
+    prefix_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout of a `prefix`; FL-GLM's published code has 0.1."
+    )
     initial_text: str = Field(
         "",
         description="Text whose keys and values initialise a `prefix`; the text is repeated up to "

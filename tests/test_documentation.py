@@ -15,7 +15,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_and_modules_that_are_named_exist(page):
     text = page.read_text()
-    for path in re.findall(r"(?<![\w/])tests/[\w/]*(?:\.py)?", text):
+    for path in re.findall(r"(?<![\w/])tests/[\w/]*(?:\.(?:py|cpp))?", text):
         assert (ROOT / path).exists(), path
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module

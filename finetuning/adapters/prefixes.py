@@ -42,8 +42,7 @@ def prefix_cache(
 
     # Positions and masks depend on the length of the first block's cache. If another party runs the
     # first block, a placeholder of the same length, which uses hardly any memory, is cached for it.
-    device = next((prefix.device for prefix in prefixes.values()), None)
-    placeholder = torch.zeros(1, 1, length, 1, dtype=dtype, device=device)
+    placeholder = torch.zeros(1, 1, length, 1, dtype=dtype)
     return DynamicCache(
         _keys_and_values(prefix=prefixes[number], config=config, rows=rows, dtype=dtype)
         if number in prefixes
@@ -77,11 +76,14 @@ class BlockPrefixes:
     """Prefixes of some of a model's blocks, one tensor per block, initialised to zero.
 
     Blocks are numbered as in the whole model. ``parameters`` maps names, in sorted order, to
-    float32 tensors (length, 2 · heads · width).
+    float32 tensors (length, 2 · heads · width). ``dropout`` is the rate in training.
     """
 
-    def __init__(self, config: Any, length: int, devices: Mapping[int, torch.device]) -> None:
+    def __init__(
+        self, config: Any, length: int, devices: Mapping[int, torch.device], dropout: float = 0.0
+    ) -> None:
         self._config = config
+        self._dropout = dropout
         self.length = length
         shape = (length, columns_of(config))
         self._blocks = {
@@ -91,13 +93,20 @@ class BlockPrefixes:
         named = {name_of_block(number): value for number, value in self._blocks.items()}
         self.parameters = dict(sorted(named.items()))
 
-    def before(self, inputs: Mapping[str, Any], rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    def before(
+        self, inputs: Mapping[str, Any], rows: int, dtype: torch.dtype, training: bool = False
+    ) -> dict[str, Any]:
         """Return a backbone's inputs with the prefixes added as a cache.
 
-        The inputs need a mask and positions only if the tokens are padded on the left.
+        The inputs need a mask and positions only if the tokens are padded on the left. In training,
+        dropout is applied to the prefixes.
         """
+        prefixes = {
+            number: torch.nn.functional.dropout(prefix, self._dropout, training)
+            for number, prefix in self._blocks.items()
+        }
         cache = prefix_cache(
-            prefixes=self._blocks, length=self.length, config=self._config, rows=rows, dtype=dtype
+            prefixes=prefixes, length=self.length, config=self._config, rows=rows, dtype=dtype
         )
         return {**shifted(inputs, self.length), "past_key_values": cache}
 

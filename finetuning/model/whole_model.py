@@ -30,11 +30,13 @@ from finetuning.training.deadline import DeadlineError
 class WholeModel:
     """A model with all blocks in this process: base model and adapter, or the base model alone.
 
-    After ``deadline``, a time on ``time.monotonic``'s clock, forward passes raise DeadlineError.
+    In training, a prefix has dropout at the rate ``prefix_dropout``. After ``deadline``, a time on
+    ``time.monotonic``'s clock, forward passes raise DeadlineError.
     """
 
-    def __init__(self, peft_model: Any) -> None:
+    def __init__(self, peft_model: Any, prefix_dropout: float = 0.0) -> None:
         self.peft_model = peft_model
+        self._prefix_dropout = prefix_dropout
         self.deadline = math.inf
         causal_lm = getattr(peft_model, "get_base_model", lambda: peft_model)()
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
@@ -230,7 +232,10 @@ class WholeModel:
             from transformers import DynamicCache
 
             return DynamicCache(config=self._config)
-        blocks = dict(enumerate(self._prefix.split(columns_of(self._config), dim=-1)))
+        prefix = torch.nn.functional.dropout(
+            self._prefix, self._prefix_dropout, self.peft_model.training
+        )
+        blocks = dict(enumerate(prefix.split(columns_of(self._config), dim=-1)))
         return prefix_cache(
             prefixes=blocks,
             length=self.columns_before,

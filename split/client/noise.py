@@ -16,4 +16,4 @@ def add_noise(hidden: torch.Tensor, noise: float) -> torch.Tensor:
     deviation = noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
     # Don't derive the noise from the run's seed, which the server knows too.
     drawn = normal(hidden.numel(), os.urandom).view_as(hidden).to(deviation.dtype)
-    return hidden + (deviation * to_device(drawn, hidden.device)).to(hidden)
+    return hidden + (deviation * to_device(drawn, hidden.device)).to(hidden.dtype)

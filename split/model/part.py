@@ -79,7 +79,7 @@ class Part:
             lengths = to_device(padding.lengths, self.device)
             inputs |= left_padding(self._backbone, lengths, columns)
         if self.prefixes is not None:
-            inputs = self.prefixes.before(inputs, len(given), self.dtype)
+            inputs = self.prefixes.before(inputs, len(given), self.dtype, self.model.training)
         with self.autocast():
             output = self._backbone(**inputs)
         return output.last_hidden_state  # type: ignore[no-any-return]
@@ -127,7 +127,7 @@ class Part:
         slot = f"adapter{self._attached}"
         self._attached += 1
         if settings.kind == "prefix":
-            self._prefixes[name] = self._make_prefixes(settings.prefix_length)
+            self._prefixes[name] = self._make_prefixes(settings)
         else:
             self._add_layers(settings, slot)
         self._slots[name] = slot
@@ -191,7 +191,7 @@ class Part:
         self._find_adapted_layers()
         self.model.train(self.model.training)
 
-    def _make_prefixes(self, length: int) -> BlockPrefixes:
+    def _make_prefixes(self, settings: AdapterSettings) -> BlockPrefixes:
         if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
             raise BaseModelError(
                 'adapter.kind = "prefix" does not work with model.gradient-checkpointing = true'
@@ -199,7 +199,9 @@ class Part:
         numbers = self.partition.range_of(self.party)
         blocks = self.model.get_submodule(blocks_of(self.model, len(numbers)))
         devices = {n: _device_of(blocks.get_submodule(str(n))) for n in numbers}
-        return BlockPrefixes(self.model.config, length, devices)
+        return BlockPrefixes(
+            self.model.config, settings.prefix_length, devices, settings.prefix_dropout
+        )
 
     def _has_one_of(self, names: Sequence[str]) -> bool:
         paths = {path for path, _ in self.model.named_modules()} - set(self._placeholders)

@@ -21,6 +21,8 @@ from finetuning.adapters.adapter import (
     trainable_parameters,
 )
 from finetuning.adapters.prefixes import SAVED
+from finetuning.data.batching import collate
+from finetuning.data.tokenization import Example
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import BaseModelError, load_base_model
@@ -65,6 +67,18 @@ def prefixed(model: Any, seed: int = 1, settings: AdapterSettings = PREFIX) -> A
     for parameter in trainable_parameters(model).values():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def test_dropout_drops_a_share_of_a_prefix_in_training_alone(checkpoint):
+    base = load_base_model(ModelSettings(name=str(checkpoint)))
+    model = prefixed(base.model)
+    dropping, plain = WholeModel(model, 0.4), WholeModel(model)
+    tokens = torch.tensor([7, 11, 3, 5, 9, 4])
+    example = Example(tokens, torch.arange(6) > 2, 3, "", 0)
+    batch = collate([example], 0)
+    assert dropping.summed_losses([batch]) == plain.summed_losses([batch])
+    dropping.accumulate([batch], seed=1)
+    assert (gradient(model) == 0).float().mean() == pytest.approx(0.4, abs=0.06)
 
 
 def gradient(peft_model: Any) -> torch.Tensor:
