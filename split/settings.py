@@ -85,8 +85,8 @@ class SplitSettings(Section):
     )
     gather_timeout: PositiveFloat = Field(
         60.0,
-        description="Seconds after which `client-batch` continues without clients that all others "
-        "are waiting for. Also seconds after which the lane of a silent client ends if other "
+        description="Seconds after which `client-batch` continues without clients that others are "
+        "waiting for. Also seconds after which the lane of a silent client ends if other "
         "clients wait for the part of `activation-budget` that the client occupies. Once waiting "
         "has taken half of `round-timeout`, the client that caused the longest wait is dropped.",
     )
