@@ -118,19 +118,33 @@ def open_site(message: Message, context: Context, instruction: SignedInstruction
         AuditError: The message can't be recorded.
 
     """
-    node = context.node_config
-    check_keys(node)
-    about: dict[str, Any] = {
-        "client": str(node.get("name", "")),
-        # Flower uses the same handler for "train" and "train.default".
-        "kind": message.metadata.message_type.partition(".")[0],
-    }
-    site = Site(_policy_of(node), about, is_simulation(node))
+    site = _site_of(message, context)
     try:
         return _opened(site, message, context, instruction)
     except AuthenticationError as error:
         site.record("refused", problem=str(error))
         raise
+
+
+def record_malformed(message: Message, context: Context, error: AuthenticationError) -> None:
+    """Record that a message was refused because its signed instruction is malformed.
+
+    Raises:
+        PolicyError: See `open_site`.
+        AuditError: The refusal can't be recorded.
+
+    """
+    _site_of(message, context).record("refused", problem=str(error))
+
+
+def _site_of(message: Message, context: Context) -> Site:
+    """Read the site's policy, and note the client's name and the message's kind."""
+    node = context.node_config
+    check_keys(node)
+    # Flower uses the same handler for "train" and "train.default".
+    kind = message.metadata.message_type.partition(".")[0]
+    about = {"client": str(node.get("name", "")), "kind": kind}
+    return Site(_policy_of(node), about, is_simulation(node))
 
 
 def _opened(

@@ -235,7 +235,7 @@ class WholeModel:
         prefix = torch.nn.functional.dropout(
             self._prefix, self._prefix_dropout, self.peft_model.training
         )
-        blocks = dict(enumerate(prefix.split(columns_of(self._config), dim=-1)))
+        blocks = dict(enumerate(torch.split(prefix, columns_of(self._config), dim=-1)))
         return prefix_cache(
             prefixes=blocks,
             length=self.columns_before,

@@ -13,12 +13,11 @@ class ShareCap:
 
     The value is a root mean square (RMS), such as that of the gradients a client has sent. A
     client's current RMS is compared with the median of the RMS of every *other* client over the
-    whole round so far. The median depends neither on a single micro-batch nor on the client itself.
-    The median of an even number is the larger of the two middle values. With three or more clients,
-    a single dishonest client can therefore neither exceed the multiple of an honest client's RMS,
-    nor lower the cap of an honest client below the multiple of another honest client's RMS. With
-    two clients, it is unknown which one is dishonest: the larger value is capped at ``multiple``
-    times the smaller.
+    whole round so far. The median of an even number is the larger of the two middle values. Suppose
+    that there are three or more clients, and that each has sent its first value. Then a single
+    dishonest client can neither exceed the multiple of an honest client's RMS, nor lower the cap of
+    an honest client below the multiple of another honest client's RMS. With two clients, it is
+    unknown which one is dishonest: the larger value is capped at ``multiple`` times the smaller.
 
     Values that arrive before any value of another client are accepted, and compared as soon as
     there is one (``late_factor``).

@@ -163,10 +163,12 @@ def test_its_statement_is_signed(signed_site):
 @pytest.mark.parametrize(
     "record", [{}, {"statement": b"", "signature": b"", "records": b""}, {"statement": 1}]
 )
-def test_a_malformed_one_is_refused(signed_site, record):
+def test_a_malformed_one_is_refused_and_logged(signed_site, record):
     message, _ = signed_site.signed()
     message.content[INSTRUCTION] = ConfigRecord(record)
-    assert "malformed" in signed_site.site.problem(signed_site.site.send(message))
+    problem = signed_site.site.problem(signed_site.site.send(message))
+    (line,) = signed_site.site.lines("refused")
+    assert "malformed" in problem and line["problem"] == problem
 
 
 def test_nobody_else_can_make_the_reply(signed_site):
