@@ -1,1 +1,1 @@
-"""Measurements; each is a command that prints a table."""
+"""Commands that measure and print tables, and modules that they share."""

@@ -2,11 +2,11 @@
 
     python -m bench.aggregation
 
-The adapters are LoRA of rank 16 on all linear layers of a model with hidden size 4,096: 40 million
-parameters, 160 MB, with 32 blocks. Each side is the real strategy in a fresh process: one round,
-without evaluation. Replies are available immediately: an in-process grid generates each from random
-numbers when it is pulled, and this time is not counted. ``FedAvg`` pulls all replies and averages
-them at once. Chambers pulls them one by one, checks them, stores them on disk, writes each client's
+The adapters are LoRA of rank 16 on all linear layers of a model with 32 blocks and hidden size
+4,096: 40 million parameters, 160 MB. Flower's ``FedAvg`` and Chambers' FedJudge-Base each run one
+round without evaluation, in a fresh process. An in-process grid generates each reply from random
+numbers when it is pulled; this time is not counted. ``FedAvg`` pulls all replies and averages them
+at once. Chambers pulls them one by one, checks them, stores them on disk, writes each client's
 personalised adapter, averages, and writes the global adapter, a checkpoint and the report.
 
 Memory is the largest growth of the process's resident memory (VmHWM, which includes mapped files)
@@ -121,7 +121,7 @@ def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRe
 
 
 class Averaging:
-    """One side in a process of its own, warmed up with small adapters."""
+    """FedAvg or Chambers in a process of its own, warmed up with small adapters."""
 
     def __init__(self, side: str) -> None:
         logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -138,7 +138,7 @@ class Averaging:
 
 
 def largest_difference(one: State, other: State) -> float:
-    """Return the largest difference between two averages' values ÷ the largest value."""
+    """Return two averages' largest difference, relative to the largest value of ``one``."""
     if one.keys() != other.keys():
         raise SystemExit("the averages have different tensors")
     scale = max(float(value.abs().max()) for value in one.values())
@@ -146,7 +146,7 @@ def largest_difference(one: State, other: State) -> float:
 
 
 def main() -> None:
-    """Measure both sides for each number of nodes."""
+    """Measure FedAvg and Chambers for each number of nodes."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     size = sum(value.numel() for value in draw_adapter(_BLOCKS, 0).values())
     headings = ("nodes", "", "peak MB", "÷ adapter", "seconds", "difference")

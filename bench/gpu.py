@@ -4,13 +4,13 @@
     python -m bench.gpu --size 7b --quantization nf4 --gradient-checkpointing
 
 For each size and number of clients, each schedule and the whole model train in turn on the same
-samples, as in ``bench.schedules``. Frozen weights and wire are bfloat16, lanes are encrypted,
-adapters are LoRA on query, key and value. A client's micro-batch is one example of 512 tokens
-(``--columns``), half of them targets, and its step has four micro-batches. The clients, the server
-and the whole model have one process each, all on the first GPU; with two or more GPUs, the server
-is on the second. A turn ends when all work queued on the GPUs is done. Each schedule is compared
-with the whole model in processes of their own, so memory peaks are independent. A peak counts bytes
-of tensors, also while loading, but not CUDA's own memory or the allocator's reserve.
+samples, as in ``bench.schedules``. Frozen weights and the wire type are bfloat16; lanes are
+encrypted; adapters are LoRA on query, key and value. A client's step has four micro-batches, each
+of one example with 512 tokens (``--columns``), half of them targets. One process runs all clients,
+one the server and one the whole model. All use the first GPU, but with two or more GPUs, the server
+uses the second. A turn ends when all work queued on the GPUs is done. Every schedule gets three new
+processes, so memory peaks are independent. A peak counts the bytes of tensors from loading on,
+but neither CUDA's own memory nor the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.

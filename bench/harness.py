@@ -22,16 +22,16 @@ from tqdm import tqdm
 RATIOS = ("medians", "minima", "CPU s", "pairs")
 WARM_UP = 2
 ANSWER_SECONDS = 900.0
-_WIDTH = 400  # of a row, which is never wrapped
+_WIDTH = 400  # columns of the console; rows are never wrapped
 _Result = TypeVar("_Result")
-_made: list[Any] = []  # the object of a worker's process
+_made: list[Any] = []  # in a worker's process: the object it has made
 
 
 class Worker:
     """A process with one torch thread; used in a ``with`` statement, at whose end it is killed.
 
-    It makes an object, and calls the object's methods one after another. It is bound to its cores
-    before it starts any thread. Between calls, it uses no processor time.
+    The process makes an object, and calls the object's methods one after another. It is bound to
+    its cores before it starts any thread. Between calls, it uses no processor time.
     """
 
     def __init__(self, cores: Collection[int], make: Callable[..., Any], *arguments: Any) -> None:
@@ -69,7 +69,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # It may be waiting for a process that has ended.
+        # The process isn't asked to end, because it may be waiting for one that has ended.
         with suppress(BrokenProcessPool, ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._pool.shutdown()
@@ -78,7 +78,7 @@ class Worker:
 def _set_up(make: Callable[..., Any], arguments: Sequence[Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     torch.set_num_threads(1)
-    tqdm.set_lock(RLock())  # its own lock would outlive this process, which is killed
+    tqdm.set_lock(RLock())  # tqdm's own lock would outlive this process, which is killed
     _made.append(make(*arguments))
 
 
@@ -89,7 +89,7 @@ def _call(method: Callable[..., _Result], arguments: Sequence[Any]) -> _Result:
 class Side:
     """One side of a comparison, with the measured times of its turns.
 
-    CPU time is the time of the processes ``pids``. ``summary`` and ``ratios`` exclude the first
+    CPU time is that of the processes ``pids``. ``summary`` and the ratios exclude the first
     ``warm_up`` turns.
     """
 
@@ -125,8 +125,8 @@ class Side:
 def compared_with(one: Side, other: Side) -> dict[str, float]:
     """Return one side's time ÷ the other's, by the names in ``RATIOS``.
 
-    The last ratio is the median of the ratios within a round of turns, which is hardly affected
-    by slower periods of the machine.
+    For ``pairs``, each turn is divided by the other side's turn of the same number, and the median
+    of these ratios is returned. Slower periods of the machine hardly affect it.
     """
     values = [a / b for a, b in zip(one.summary(), other.summary(), strict=True)]
     both = zip(one.seconds[one.warm_up :], other.seconds[other.warm_up :], strict=True)
@@ -139,7 +139,7 @@ def ratios(one: Side, other: Side) -> list[str]:
 
 
 def make_table(title: str, *headings: str) -> Table:
-    """Create a table; columns are right-aligned, and left-aligned if they have no heading."""
+    """Create a table; columns with a heading are right-aligned, and others left-aligned."""
     table = Table(title=title, box=MARKDOWN)
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -153,7 +153,7 @@ def show(*parts: Table | str) -> None:
 
 
 def _markdown(table: Table) -> str:
-    """Return a table as Markdown, with its title if any, and one line per row of any length."""
+    """Return a table as Markdown: its title, if any, and one line for each row, however long."""
     title, table.title = table.title, None
     console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False)
     with console.capture() as printed:

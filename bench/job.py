@@ -1,4 +1,4 @@
-"""The measured training job, on a random Llama, whole or in parts."""
+"""Training of a random Llama in measurements: as a whole model, or split between two parties."""
 
 import tempfile
 import time
@@ -40,7 +40,7 @@ LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds: longer than any measu
 
 @dataclass(frozen=True)
 class Job:
-    """The training job, equal in all processes."""
+    """What a process trains: the checkpoint, the examples and the settings."""
 
     directory: Path  # of the checkpoint
     shape: Shape
@@ -75,7 +75,7 @@ def random_examples(job: Job) -> list[Example]:
 
 
 def as_examples(rows: torch.Tensor) -> list[Example]:
-    """Convert tokens of shape (examples, columns) to examples; the second half is the target."""
+    """Convert tokens, (examples, columns), to examples; a row's second half is the target."""
     prompt = rows.shape[1] // 2
     is_target = torch.arange(rows.shape[1]) >= prompt
     return [
@@ -105,7 +105,7 @@ def train(
     padding: int = 0,
     chosen: slice = slice(None),
 ) -> None:
-    """Train for the chosen steps of a job; steps take examples in order, over and over again."""
+    """Train for the chosen steps of a job; all steps take the examples in order, cyclically."""
     examples, size = job.examples(job), job.shape.rows * job.shape.micro_batches
     order = [index % len(examples) for index in range(job.steps * size)]
     steps = [order[first : first + size] for first in range(0, len(order), size)][chosen]

@@ -4,8 +4,8 @@
 
 Both sides train the same random Llama with the same LoRA adapter on the same examples per
 optimizer step, alternately, in one process with one thread on one core. The length-grouping
-sampler of ``Trainer`` selects the examples of a step; each side has its own division into
-micro-batches and its own loss computation. ``Trainer`` is timed from the start to the end of its
+sampler of ``Trainer`` selects the examples of a step; each side has its own way to divide them
+into micro-batches and to compute the loss. ``Trainer`` is timed from the start to the end of its
 step, without loading and padding data; ``train_round`` is timed as a whole. The run fails if the
 losses of any step differ by more than 1e-4.
 """
@@ -34,7 +34,7 @@ from finetuning.training.optimization import OptimizerState
 
 # FedJudge's table 1: mean input and output tokens of court, consultation and reasoning.
 _KINDS = ((480, 288), (57, 209), (136, 221))
-_SPREAD = 0.5  # standard deviation of the logarithm
+_SPREAD = 0.5  # standard deviation of the logarithm of a length
 _LONGEST = 800
 _VOCABULARIES = (32000, 8000)
 _SAMPLED = 3200  # number of examples: enough for full-size groups in the sampler
@@ -119,7 +119,7 @@ class Alternation(TrainerCallback):  # type: ignore[misc]
 
 
 def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: Any) -> None:
-    """Train on the rows in order, without logging to files, saving or evaluation."""
+    """Train on the rows in order, without log files, checkpoints or evaluation."""
 
     def pad(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}

@@ -3,8 +3,8 @@
 A client trains the demonstration's model for a round on some rows. Like the coordinator, the
 attacker has the adapter before and after the round, and decides for each candidate row whether it
 was used. Score *loss*: the decrease of the row's loss. Score *gradient*: the cosine between the
-adapter's change and the row's negative gradient, summed over tensors. Candidates are the rows and
-64 others of the same client, which differ in names and wording.
+adapter's change and the row's negative gradient, summed over tensors. The candidates are the rows
+of the round and 64 other rows of the same client, which differ in names and wording.
 """
 
 import argparse
@@ -35,10 +35,10 @@ _ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_
 def measure(
     settings: ModelSettings, seed: int, rounds: Sequence[int] = _ROWS
 ) -> list[dict[str, float]]:
-    """Train rounds on some rows; return how well each attack tells these rows from other rows.
+    """Train a round on each number of rows; return how well each attack tells its rows from others.
 
-    The result is, by attack, the probability that a training row has a higher score than another
-    row; 0.5 equals guessing. Each round begins with the same adapter.
+    A round's result is, by attack, the probability that one of its rows has a higher score than a
+    row that wasn't trained on; 0.5 equals guessing. Each round begins with the same adapter.
     """
     base = load_base_model(settings)
     torch.manual_seed(seed)
@@ -83,7 +83,7 @@ def _alignment(gradient: dict[str, torch.Tensor], changes: dict[str, torch.Tenso
 def _examples(tokenizer: Any, count: int, seed: int) -> list[Example]:
     values = matters.questions(matters.divide(3, seed)[0], count, seed, "train")
     rows = [Row(parse_messages(value), f"row {n}", dict(value)) for n, value in enumerate(values)]
-    # Rows cycle through the matters, so that both parts contain all matters.
+    # Rows cycle through the matters, so the 64 rows outside the round contain all matters.
     return tokenize(rows, tokenizer, 128)[0]
 
 

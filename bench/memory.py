@@ -1,32 +1,32 @@
 """The memory that split learning needs, at a client and at the server: ``python -m bench.memory``.
 
 *Client.* A fresh process loads the head and tail of a large random checkpoint and trains over a
-lane; the server is another process. The client's peak, including loading, is compared with
+lane to another process. The client's peak, including loading, is compared with the sum of
 
 - its own layers: all tensors of the head and tail, including adapters, each storage once;
 - activations: the peak of tensors saved by autograd, over all micro-batches in flight. Each tensor
   saved for a backward pass is counted from its forward pass until autograd releases it; a shared
-  storage counts once, and parameters do not count. This is the peak over one step, measured after
-  the memory measurement;
+  storage counts once, and parameters do not count. This is measured in the last step, after the
+  client's peak;
 - one chunk of a micro-batch's logits (256 targets × vocabulary, float32), which the backward pass
   of the loss needs for their gradient in addition to the saved tensors.
 
-The remaining memory raises the ratio: gradients and Adam's moments, frames in transit, gRPC, and
+Other memory raises the ratio above 1: gradients and Adam's moments, frames in transit, gRPC, and
 memory that the allocator does not return.
 
 *Server.* The server's memory is measured with one lane and with eight, with the hierarchical
 schedule and the same ``split.activation_budget``, each in a fresh process. The clients are threads
-of another process. The budget suffices for two micro-batches, which one lane with window 4 fills;
-such a lane would rarely fill a budget for four.
+of another process. The budget suffices for two micro-batches: one lane with window 4 fills it, but
+would rarely fill a budget for four.
 
 glibc 2.36 never puts an aligned block, such as torch's, into a gap of exactly its size. Therefore
-tensors of up to 32 MiB leave the heap nearly half empty, and each thread that has allocated memory
-keeps some of it. Everything is measured with this default and *mapped*: each block of 1 MiB or more
-is mapped separately, and all threads share two heaps. This excludes the allocator's overhead, and
-costs about a third of the speed.
+tensors of up to 32 MiB leave the heap nearly half empty. Each thread that has allocated memory also
+keeps some of it. Everything is measured with this *default*, and again *mapped*: each block of
+1 MiB or more is mapped separately, and all threads share two heaps. Mapping excludes the
+allocator's overhead, and costs about a third of the speed.
 
 A process's memory is the growth of its resident memory: VmHWM, reset after all imports and a
-warm-up run of the measurement with a small model, minus VmRSS at that time.
+warm-up run of the measurement with a small model, minus VmRSS at the time of the reset.
 """
 
 import argparse
@@ -52,7 +52,7 @@ _ROOM = 2  # micro-batches within the activation budget
 _STEPS = 2
 _TARGETS_AT_ONCE = 256  # as in finetuning.model.output_head
 _MEGABYTE = 1e6
-# Environment variables by name in the tables; the first is glibc's default behaviour.
+# Environment variables, keyed by the allocator's name in the tables.
 _ALLOCATORS = {
     "default": {},
     "mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "2"},
@@ -108,7 +108,7 @@ class MeasuredServer:
 
 
 def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
-    """Run a client and the servers that it needs, and return its byte counts by name."""
+    """Run a client and the servers that it needs; return the client's byte counts by name."""
     split = SplitSettings(frame_timeout=600.0)
     with Worker(cores, Client) as client:
         for each in (miniature, job):
@@ -119,7 +119,7 @@ def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
 
 
 def server_memory(job: Job, miniature: Job, cores: set[int], lanes: int) -> dict[str, int]:
-    """Run a server, and its clients in another process; return its byte counts by name."""
+    """Run a server, and its clients in another process; return the server's byte counts by name."""
     split = SplitSettings(
         schedule="hierarchical", activation_budget=_ROOM * job.shape.tokens, frame_timeout=600.0
     )
@@ -151,7 +151,7 @@ def add_servers(table: Table, name: str, measured: dict[int, dict[str, int]]) ->
 
 
 def main() -> None:
-    """Measure a client, and the server with one lane and with many, for both allocators."""
+    """Measure a client, and the server with one lane and with eight, for both allocators."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     cores = os.sched_getaffinity(0)
     clients = make_table(

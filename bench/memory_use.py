@@ -56,7 +56,7 @@ class SavedTensors:
         place, size = storage.data_ptr(), storage.nbytes()
         if place not in self._parameters:
             self._count(place, size, 1)
-            # Autograd releases it after its backward pass.
+            # Autograd releases ``saved`` after the backward pass.
             weakref.finalize(saved, self._count, place, size, -1)
         return saved
 
@@ -69,6 +69,6 @@ class SavedTensors:
 
 @dataclass(eq=False)
 class _Saved:
-    """A saved tensor."""
+    """A saved tensor in a wrapper; if autograd releases the wrapper, the tensor stops counting."""
 
     tensor: torch.Tensor

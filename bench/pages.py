@@ -1,11 +1,11 @@
 """Copy the recorded output of measurements to the documentation: ``python -m bench.pages``.
 
-A measurement's output is recorded by redirecting it, such as with
+To record a measurement's output, redirect it to a file:
 
     python -m bench.wires > docs/recorded/wires.md
 
-and shown in a page of ``docs/`` between two comments; the first one names the record. This command
-replaces the text between the comments; a test fails if it differs from the record.
+A page of ``docs/`` shows a record between two comments, the first of which names the file. This
+command replaces the text between the comments; a test fails if it differs from the record.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Fill all pages."""
+    """Put the records into all pages."""
     argparse.ArgumentParser(
         prog="python -m bench.pages", description=(__doc__ or "").splitlines()[0]
     ).parse_args()

@@ -1,4 +1,4 @@
-"""The training processes: the whole model, or a block server and its clients."""
+"""The processes that train in measurements: the whole model, or a block server and its clients."""
 
 import math
 import os
@@ -92,7 +92,7 @@ class Split(Side):
         super().__init__(name, [worker.pid for worker in workers])
 
     def step(self) -> float:
-        """Run a step of every client, until clients *and* server have finished it."""
+        """Run a turn until clients *and* server have finished it, and return the mean loss."""
         losses: list[float] = []
         for _ in range(self._steps_per_turn):
             losses += self._ask_clients(Training.steps, *[1] * len(self._clients))
@@ -100,7 +100,7 @@ class Split(Side):
         return mean(losses)
 
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the time accounts of the round at the clients and at the server."""
+        """End the round, and return the accounts of each client and of each lane at the server."""
         own = [account for client in self._clients for account in client.ask(Training.accounts)]
         return own, self._server.ask(Server.finish)
 
@@ -129,7 +129,7 @@ def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
 class Training:
     """Models that train in this process, each in a thread, some steps at a time.
 
-    They are split clients, one for each job, or without ``split`` the whole model.
+    With ``split``, they are clients, one for each job. Without it, each is a whole model.
     """
 
     def __init__(self, jobs: Sequence[Job], split: SplitSettings | None = None) -> None:
@@ -140,7 +140,7 @@ class Training:
             self._runs = [partial(_train_client, load_ends(job, split), job, split) for job in jobs]
 
     def begin(self, invitations: Sequence[Invitation | None] = (None,)) -> list[float]:
-        """Begin, clients with their invitations, and wait until all models have begun."""
+        """Begin to train, clients with an invitation each; wait until all models are ready."""
         pairs = zip(self._runs, invitations, strict=True)
         self._turns = [_Turns(partial(run, invitation)) for run, invitation in pairs]
         return [turns.end() for turns in self._turns]
@@ -199,7 +199,7 @@ class _Turns:
         self._starts.put(steps)
 
     def end(self) -> float:
-        """Wait for the end of a turn, and return its mean loss; first, for the beginning."""
+        """Wait for a turn's end, and return its mean loss; first, wait until training has begun."""
         loss = self._ends.get()
         if self.result.done():
             self.result.result()  # raises its error

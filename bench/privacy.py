@@ -1,8 +1,8 @@
 """The cost of record-level differential privacy: ``python -m bench.privacy``.
 
-Three generated clients train by FedJudge-Base, each with the noise that makes the run spend exactly
-ε; there is a row for each ε. ∞ is a run without privacy. The clients' replies contain no losses, so
-held-out losses are measured here.
+Three clients with generated rows train by FedJudge-Base. The table has a row for each ε: each
+client adds the least noise with which its run spends at most ε; ∞ is a run without privacy. With
+privacy, clients' replies contain no losses, so held-out losses are measured here.
 """
 
 import argparse
@@ -57,8 +57,8 @@ _SETTINGS: dict[str, Any] = {
 def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
     """Train with one ε and one seed; return noise and losses.
 
-    The noise is σ of the clients, in ascending order. The losses are held-out losses of the base
-    model, with the last global adapter and with personalised adapters; all are means over clients.
+    The noise is each client's σ, in ascending order. The losses are three means over clients of the
+    held-out loss: of the base model, with the last global adapter and with personalised adapters.
     """
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel("ERROR")
@@ -108,7 +108,7 @@ def _write_policy(file: Path, epsilon: float, noise: float) -> None:
 def _loss(
     config: RunConfig, institutions: Sequence[Institution], adapters: Sequence[State] | None
 ) -> float:
-    """Return the mean held-out loss over clients, each with its adapter."""
+    """Return the mean held-out loss over clients, each with its adapter or with the base model."""
     base = load_base_model(config.model)
     model = WholeModel(attach_adapter(base.model, config.adapter, base.reference))
     losses = []

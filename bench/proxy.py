@@ -45,7 +45,7 @@ class Proxy:
         await asyncio.gather(self._carry(reader, far), self._carry(answers, writer))
 
     async def _carry(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Deliver what is read, each piece after the line's delay, and then the end."""
+        """Deliver each piece that is read after the line's delay, and then close the connection."""
         free = 0.0  # time when the line has capacity again
         try:
             while data := await reader.read(_AT_ONCE):

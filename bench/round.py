@@ -3,9 +3,9 @@
     python -m bench.round
 
 The same run of FedJudge-Base is timed in a simulation, in a deployment with a SuperLink and
-SuperNodes here, and in one with resident workers. Every process has one torch thread; clients
-train at the same time, so each should have a core. The first round, in which processes start and
-workers load the model, is excluded. A round lasts from its train messages to the average.
+SuperNodes on this machine, and in a deployment with resident workers. Every process has one torch
+thread; clients train at the same time, so each needs a core. The first round, in which processes
+start and workers load the model, is excluded. A round lasts from its train messages to the average.
 Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
 """
 
@@ -41,14 +41,14 @@ _CONFIG: Mapping[str, Any] = {
 
 
 def simulate(folder: Path) -> list[tuple[float, float]]:
-    """Run in simulation; return each measured round as `_run` does."""
+    """Run in simulation; return the result of `_run`."""
     home = folder / "simulation"
     with private_superlink(home) as link:
         return _run(link, home, {"data.path": str(folder / "data")}, supernodes=len(_CLIENTS))
 
 
 def deploy(folder: Path, workers: bool) -> list[tuple[float, float]]:
-    """Run on SuperNodes, with or without resident workers; return as `_run` does."""
+    """Run on SuperNodes, with or without resident workers; return the result of `_run`."""
     home = folder / ("workers" if workers else "processes")
     with private_superlink(home, simulated=False) as link, ExitStack() as stack:
         for name in _CLIENTS:
@@ -67,7 +67,7 @@ def deploy(folder: Path, workers: bool) -> list[tuple[float, float]]:
 def _run(
     link: SuperLink, home: Path, config: Mapping[str, Any], supernodes: int | None
 ) -> list[tuple[float, float]]:
-    """Return the seconds of each measured round, and of its slowest client's training."""
+    """Run, and return the seconds of each measured round and of its slowest client's training."""
     folders = {"output-dir": str(home / "runs"), "state-path": str(home / "state")}
     status = run_app(
         app=CHECKOUT,

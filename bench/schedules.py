@@ -2,23 +2,23 @@
 
     python -m bench.schedules [--clients 2 4 8] [--pairs 15]
 
-For each number of clients K, this measures client-batch and hierarchical with K clients, serial,
-and the whole model at the stacked batch. They take turns, bound to one core, with one torch thread
-per process. A turn is a step of every client, on the same samples for all: a client's step is four
-micro-batches of 2 × 256 tokens, half of them targets; micro-batch j of the whole model is the union
-of the clients' micro-batches j; serial runs K consecutive steps of one client. Computation is
-float32, lanes are encrypted. A turn ends when clients *and* server have finished their optimizer
-steps.
+For each number of clients K, this measures client-batch and hierarchical with K clients, serial
+with one, and the whole model. They take turns, bound to one core, with one torch thread per
+process. In a turn, all of them train on the same samples. A client's step has four micro-batches of
+2 × 256 tokens, half of them targets. Each of K clients runs one step per turn, and serial's only
+client runs K steps. The whole model runs one step, whose micro-batch j is the union of the clients'
+micro-batches j. Computation is in float32, and lanes are encrypted. A turn ends when clients *and*
+server have finished their optimizer steps.
 
 Each schedule has separate processes: one for the server, and one for each client with its head,
 tail and optimizer; between turns they wait. Each number of clients is measured separately, because
 the memory of many processes slows all of them down. CPU seconds are user and system time of all of
-a schedule's processes. Four ratios are given: of medians, of minima, of CPU seconds, and the median
-of the ratios within a round of turns ("pairs"), which is robust to slower periods of the machine.
+a schedule's processes. Three ratios are those of medians, of minima and of CPU seconds. The fourth
+("pairs") is the median of each turn's ratio; slower periods of the machine hardly affect it.
 
-In the first step, client-batch and the whole model compute the same: the run fails if their losses
-differ by more than 1e-2; hidden states are sent in bfloat16. Later steps differ, because every
-client trains its own head and tail.
+In the first step, client-batch and the whole model compute the same, except that hidden states are
+sent in bfloat16; the run fails if their losses differ by more than 1e-2. In later steps, every
+client has trained its own head and tail.
 """
 
 import argparse
@@ -41,13 +41,13 @@ _TOLERANCE = 1e-2  # of the first loss
 
 
 def stacked(job: Job, clients: int) -> Job:
-    """Return the micro-batches of the whole model: the union of the clients' micro-batches."""
+    """Return the whole model's job: its micro-batches are unions of the clients' micro-batches."""
     shape = replace(job.shape, rows=clients * job.shape.rows)
     return replace(job, shape=shape, examples=random_examples)
 
 
 def own_examples(job: Job, client: int, clients: int) -> list[Example]:
-    """Return a client's part of the stacked micro-batches, in their order."""
+    """Return a client's share of the whole model's examples, in the same order."""
     examples = random_examples(stacked(job, clients))
     return [e for i, e in enumerate(examples) if i // job.shape.rows % clients == client]
 
@@ -61,7 +61,7 @@ def start(
     cores: Collection[int],
     together: bool = False,
 ) -> tuple[Whole, list[Split]]:
-    """Start the whole model at the stacked batch, and the clients and server of each schedule.
+    """Start the whole model, and the clients and server of each schedule.
 
     ``job`` is one client's job. Serial has one client. See `Split` for the other arguments.
     """

@@ -62,5 +62,5 @@ class Shape:
                 f"the random weights take {needed / 1e9:.1f} GB and {directory} has "
                 f"{free / 1e9:.1f} GB free; set TMPDIR to a larger disk, or choose a smaller --size"
             )
-        # A file for about a block each: while a file is read, its pages count as memory.
+        # Files are about as large as a block: while a file is read, its pages count as memory.
         model.save_pretrained(directory, max_shard_size=needed // self.blocks)

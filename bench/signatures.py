@@ -3,9 +3,9 @@
     python -m bench.signatures
 
 The adapters are as in ``bench.aggregation``: LoRA of rank 16 on a model with hidden size 4,096.
-An instruction with the adapter is signed for each client, and verified and opened by one client;
-its reply with the adapter is authenticated, and opened by the coordinator. For the same message,
-Flower's sender computes digests of all its objects once. Times are medians over repetitions.
+The coordinator signs an instruction with the adapter for each client. One client verifies and opens
+it, and authenticates a reply with the adapter, which the coordinator opens. For each message,
+Flower's sender computes digests of all objects once. Times are medians over repetitions.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python -m bench.split_generation [--pairs 5]
 
-All processes (server, client, whole model and proxy) are bound to the same core and have one torch
-thread. A batch of prompts of equal length is continued greedily to the full length, with key-value
-caches, in turn by the whole model, over a lane, and over a lane with 20 ms each way at 1 Gbit/s.
-The wire type is float32; the run fails if tokens differ. CPU seconds are user and system time of
-all processes together. Ratios are a side's time ÷ the whole model's.
+One process runs the client and the whole model, one the server and one a proxy. All are bound to
+the same core and have one torch thread. A batch of prompts of equal length is continued by 64
+tokens, greedily and with key-value caches: in turn by the whole model, over a lane, and over a lane
+with 20 ms each way at 1 Gbit/s. The wire type is float32; the run fails if tokens differ.
+CPU seconds are user and system time of all processes. Ratios are a time ÷ the whole model's.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _LANES = ("near", "far")
 
 
 class Server:
-    """A block server in a process of its own, for a lane of each of ``_LANES``."""
+    """A block server in a process of its own, with a lane for each name in ``_LANES``."""
 
     def __init__(self, job: Job, split: SplitSettings) -> None:
         body = load_body(job, split)
@@ -56,7 +56,7 @@ class Server:
 
 
 def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabulary: int) -> Table:
-    """Generate with all models in turn, and compare the others with the first.
+    """Generate with all models in turn, and compare all others with the first.
 
     Raises:
         SystemExit: A model's tokens differ from those of the first model.

@@ -2,16 +2,16 @@
 
     python -m bench.split_step [--pairs 15] [--record FILE]
 
-Every configuration has its own processes for the whole run; the configurations run one optimizer
-step in turn, after two warm-up steps. Each process has one torch thread and is bound to its cores.
-A step is four micro-batches of 2 × 256 tokens, half of them targets, in float32; lanes are
-encrypted. All train on the same examples from the same initial adapter, through
-``finetuning.training.loop.train_round``. A split step ends when the client *and* the server have
+Each configuration has its own processes for the whole run. The configurations take turns of one
+optimizer step; the first two turns are a warm-up. Each process has one torch thread and is bound to
+its cores. A step has four micro-batches of 2 × 256 tokens, half of them targets. Computation is in
+float32, and lanes are encrypted. All configurations train on the same examples from the same
+initial adapter, through ``train_round``. A split step ends when the client *and* the server have
 finished their optimizer steps. CPU seconds are user and system time of all processes of a
 configuration, including the proxy.
 
-The measured lanes carry bfloat16. A lane with float32 runs the first steps before the measurement;
-the run fails if its losses differ by more than 1e-4 from the whole model's.
+The measured lanes carry bfloat16. Before the measurement, a lane with float32 runs the first three
+steps; the run fails if its losses differ by more than 1e-4 from the whole model's.
 ``--record docs/recorded/split_step.json`` also writes the result as JSON, with a breakdown of the
 time of a step.
 """
@@ -34,7 +34,7 @@ from bench.parties import Split, Whole, alternate
 from bench.shape import SEED, Shape
 from split.settings import SplitSettings
 
-_COMPARED = 3  # steps whose losses must be equal
+_COMPARED = 3  # number of first steps whose losses are compared
 _TOLERANCE = 1e-4
 _DELAY, _GIGABITS = 0.02, 1.0
 Account = dict[str, dict[str, float]]
@@ -59,7 +59,7 @@ def start(
 
 
 def compared(whole: Whole, sides: Sequence[Split]) -> Table:
-    """Return each configuration's seconds, and their ratios to those of another configuration."""
+    """Return each configuration's seconds, and its ratios to another configuration."""
     headings = ("", "median", "minimum", "CPU", "÷", *RATIOS, "target")
     table = make_table("seconds per step, and ratios", *headings)
     every: list[Side] = [whole, *sides]
@@ -77,8 +77,8 @@ def compared(whole: Whole, sides: Sequence[Split]) -> Table:
 def spent(side: Split) -> Account:
     """Return a breakdown of a split side's time, in seconds per step, including the warm-up.
 
-    The client's computation is in CPU time, and *cpu* is the CPU time of the whole process; the
-    rest is wall time.
+    A client's ``seconds_computing`` are CPU time of its thread, and ``cpu`` is the CPU time of a
+    whole process. All other seconds are wall-clock time.
     """
     (client,), (server,) = side.accounts()
     steps = len(side.losses)
@@ -94,7 +94,7 @@ def spent(side: Split) -> Account:
 
 
 def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
-    """Train the first steps with a float32 wire, and return their losses."""
+    """Train the first steps with wire type float32, and return their losses."""
     job, split = replace(job, steps=_COMPARED), split.model_copy(update={"wire_dtype": "float32"})
     with ExitStack() as stack:
         side = Split(stack, "", [job], split, server_cores={core}, client_cores={core})

@@ -1,8 +1,8 @@
 """Bytes on the wire and losses with each ``split.wire-dtype``: ``python -m bench.wires``.
 
-A small random Llama with LoRA on every linear module learns token transitions. For each type, it is
-trained over a separate lane, on the same data and from the same adapter; the whole model is trained
-in one process.
+A small random Llama with LoRA on every linear module learns token transitions. It is trained over a
+separate lane for each wire type, and as a whole model in one process, each time on the same data
+and from the same initial adapter.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def learnable_examples(job: Job) -> list[Example]:
 
 
 def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
-    """Train over a lane; return the losses of all steps, and the bytes per step both ways."""
+    """Train over a lane; return all steps' losses, and the bytes per step in both directions."""
     cores = sorted(os.sched_getaffinity(0))
     split = SplitSettings(wire_dtype=wire)
     own, other = {cores[0]}, {cores[-1]}

@@ -33,7 +33,7 @@ def main() -> None:
             enable_thinking=False,
         )
     else:
-        # Without a chat template, Chambers trains in the plain form of the FedJudge paper.
+        # If the tokenizer has no chat template, Chambers writes rows in FedJudge's plain form.
         prompt = f"Instruction Input:\n{arguments.question}\nInstruction Output:\n"
     inputs = tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")
     with torch.inference_mode():

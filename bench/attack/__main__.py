@@ -1,10 +1,10 @@
 """Measure how much of a client's text its messages reveal: ``python -m bench.attack``.
 
-Reproduce the attack of FL-GLM section 4.3.3, in which a decoder is trained on a colluding client's
-hidden states and text and applied to another client's hidden states, and run attacks that use the
-public model. Each cell of the tables is a file in the output folder; existing cells are not
-computed again. The record, and the tables and pictures made from it, are written to ``--document``;
-``python -m bench.pages`` then puts the tables into ``attack.md``.
+In the attack of FL-GLM section 4.3.3, a decoder is trained on a colluding client's hidden states
+and texts, and then applied to another client's hidden states. Other attacks use the public model.
+Each cell of the tables is stored as a file in the output folder; later runs with the same settings
+read the file. With ``--document``, a record of all cells, the tables and the pictures are written
+to the folder named; ``python -m bench.pages`` then puts the tables into ``attack.md``.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def main() -> None:
         "--data",
         nargs="+",
         default=[GENERATED],
-        help="'generated', or folders of BoolQ; all attacks are made on the first, and on the "
-        "others only those that depend on the head blocks",
+        help="'generated', or folders of BoolQ; the first gets all attacks; each other gets only "
+        "the decoders and the search, for each number of head blocks",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))

@@ -1,4 +1,4 @@
-"""The cells of the attack's tables, and the measurement of each cell."""
+"""The cells of the attack's tables: which measurements there are, and their settings."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ class Sizes:
     optimised: int = 1  # texts that the optimisation reads
     optimisation_steps: int = 100
     labelled: int = 1  # texts whose labels are read from gradients
-    labels: int = 12  # labels to read from each of these texts
+    labels: int = 12  # number of labels read from each of these texts, the last ones
     steps: int = 8  # of training with noise
     measured: int = 12  # held-out examples whose loss is measured
     max_candidates: int = 4096  # for each token in the search
@@ -36,7 +36,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement."""
+    """The settings of one measurement."""
 
     data: str  # name of the texts
     attack: Attack
@@ -56,10 +56,10 @@ class Cell:
 
 
 def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cell]:
-    """Yield the cells for some texts, grouped by head, each with ``seeds`` different seeds.
+    """Yield the cells for some texts; each is measured with ``seeds`` different seeds.
 
-    At least one of the model's ``blocks`` is in the tail and one in the body. Unless ``complete``,
-    there are only the decoders and the search by head blocks.
+    Heads leave at least one of the model's ``blocks`` for the body, and one for the tail. Unless
+    ``complete``, only the decoders and the search are measured, by number of head blocks.
     """
     heads = [head for head in HEAD_BLOCKS if head + 2 <= blocks]
     by_seed: list[dict[str, Any]] = []

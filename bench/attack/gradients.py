@@ -1,10 +1,10 @@
 """Read a client's answers from the gradients that it sends.
 
 In training, a client sends the gradient of its loss with respect to the tail's input, which it has
-received from the server. The server knows that input and the tail's public weights. The tail is
-causal, so the gradient at a token depends on its own label and on later ones. Answers can therefore
-be read from the end: the contribution of the known later labels is subtracted, and the rest reveals
-the label. This does not depend on the head, its number of blocks or ``split.noise``.
+received from the server. The server knows the tail's input and its public weights. The tail is
+causal, so the gradient at a token depends only on the token's label and on later labels. Answers
+can therefore be read from the end: later labels are known, and without their contribution, the
+gradient reveals the token's label. Neither the number of head blocks nor ``split.noise`` matters.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Sent:
 
     given: Tensor  # hidden states sent to the tail, (tokens, hidden)
     gradient: Tensor  # received gradient with respect to ``given``, (tokens, hidden)
-    positions: Tensor  # tokens before each target, (targets,) int64
+    positions: Tensor  # index of the token before each target, (targets,) int64
     scale: float  # factor of each target's loss
 
 
@@ -114,7 +114,7 @@ class _Before:
 
 
 def _nearest(matrix: Tensor, jacobian: Tensor, difference: Tensor) -> int:
-    """Return the token whose logit's gradient is nearest to the observed one."""
+    """Return the token whose logit's gradient is nearest to ``difference``."""
     solved = torch.linalg.lstsq(jacobian.T, difference[:, None], driver="gelsd").solution[:, 0]
     similarity = normalize(matrix, dim=-1) @ solved
     candidates = similarity.topk(min(_SHORTLIST, len(matrix))).indices

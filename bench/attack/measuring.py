@@ -28,7 +28,7 @@ from split.settings import SplitSettings
 
 _FLOAT32 = ModelSettings(dtype="float32")
 _SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
-# If the client has an adapter, no candidate is near enough to end the search early.
+# Limit for heads with an adapter: then no candidate is near enough to end the search early.
 _MAX_WITHOUT_ADAPTER = 64
 
 
@@ -39,14 +39,14 @@ class Attacked:
         self._directory = directory
         self._texts = texts
         self._sizes = sizes
-        # Consecutive cells have the same head, used with the client's adapter and without it.
+        # Consecutive cells use one head, with the client's adapter and without an adapter.
         self._head = functools.lru_cache(maxsize=2)(self._load_head)
         self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
         self._search = functools.lru_cache(maxsize=1)(self._prepare_search)
         self._trained = functools.lru_cache(self._train)
 
     def measure(self, cell: Cell) -> dict[str, float]:
-        """Return the scores of a cell's attack, or a loss cell's losses."""
+        """Return the scores of a cell's attack or, for the attack ``loss``, the losses."""
         if cell.attack == "loss":
             run = self._trained(cell.noise, cell.seed)
             return {"loss_before": run.loss_before, "loss_after": run.loss_after}
@@ -74,14 +74,14 @@ class Attacked:
         return self._scores(found, [row[self._texts.known :] for row in rows])
 
     def _searched(self, cell: Cell, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Read the attacked texts with the public head."""
+        """Reconstruct the attacked texts by searching for tokens with the public head."""
         search = self._search(cell.head_blocks)
         most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
         received = as_received(hidden, cell.wire, cell.noise)
         return [search.read(row, cell.wire, cell.noise, most) for row in received]
 
     def _decoded(self, cell: Cell, hidden: Sequence[Tensor], kind: DecoderKind) -> list[Tensor]:
-        """Train a decoder on the colluding client, and read the attacked texts."""
+        """Train a decoder on the colluding client, and reconstruct the attacked texts with it."""
         given = self._colluding(cell.head_blocks)
         both = [*given, *hidden]
         if cell.seen == "encrypted records":
@@ -105,9 +105,9 @@ class Attacked:
         return [row[self._texts.known_of_colluding :] for row in outputs]
 
     def _labels(self, cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
-        """Read the ends of answers from gradients, with one text per step.
+        """Return the last labels of answers as read from gradients, and the client's true labels.
 
-        Return the labels that were read, and the client's labels.
+        Each training step has one text.
         """
         parts = self._load(cell.head_blocks, cell.tail_blocks, ("head", "body", "tail"))
         found, labels = [], []
@@ -133,7 +133,7 @@ class Attacked:
     def _scores(self, found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
         """Compare reconstructed texts with the originals.
 
-        ``tokens`` is the share of tokens that were read correctly, ``attacked`` their number.
+        ``attacked`` is the number of attacked tokens, ``tokens`` the share of them read correctly.
         """
         decode = self._texts.text_of
         scores = score([decode(row) for row in found], [decode(row) for row in texts])

@@ -29,7 +29,7 @@ ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 
 @dataclass(frozen=True)
 class NoisyRun:
-    """The result of training; held-out losses are measured with the noise."""
+    """The result of training; the noise is also on while held-out losses are measured."""
 
     loss_before: float  # of the base model
     loss_after: float  # of the trained model
@@ -45,7 +45,7 @@ def train_with_noise(
     seed: int,
     padding: int,
 ) -> NoisyRun:
-    """Train a split model with one block at each end at the client, in steps of 4 rows.
+    """Train a split model in steps of 4 rows; its head and tail have one block each.
 
     The noise is on all hidden states that the client sends. The seed determines the initial adapter
     and the order of the examples.
@@ -55,7 +55,7 @@ def train_with_noise(
     columns = max(len(example.tokens) for example in (*training, *held_out))
     job = Job(
         directory=directory,
-        shape=Shape(rows=_ROWS, columns=columns, micro_batches=1),  # the rest is not used
+        shape=Shape(rows=_ROWS, columns=columns, micro_batches=1),  # other fields are unused
         steps=steps,
         examples=lambda _: training,
         adapter=ADAPTER,

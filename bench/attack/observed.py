@@ -1,6 +1,6 @@
 """A client's hidden states as observed by the server or by a peer on the network.
 
-The product's own code computes the head, adds the noise, converts to the wire type and encrypts.
+Chambers' own code computes the head, adds the noise, converts to the wire type and encrypts.
 The server sees hidden states after the conversion; a peer on the network sees encrypted records.
 """
 
@@ -36,7 +36,7 @@ def head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
-    """Return hidden states as the server decrypts them, with noise added before sending."""
+    """Return hidden states as the server decrypts them; noise is added before sending."""
     received = []
     for tokens in hidden:
         sent = add_noise(tokens[None], noise) if noise else tokens[None]
@@ -51,10 +51,10 @@ def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) ->
 
 
 def as_encrypted(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
-    """Return the encrypted bytes of each token as numbers, (tokens, bytes of a token).
+    """Return the encrypted bytes of each text as numbers in -1..1, (tokens, bytes of a token).
 
-    The format determines where in a frame each token's values are, so a peer on the network can
-    locate their bytes. The key is new for every frame, as for every stream of a lane.
+    A peer on the network can locate a token's bytes, because the format determines their place in a
+    frame. Here, every frame has a new key; in a lane, every stream has one.
     """
     seen = []
     for tokens in hidden:

@@ -1,8 +1,8 @@
 """Inversion by optimisation: find embeddings that the public head maps to the received states.
 
-The embeddings of a whole text are optimised by gradient descent until the head's hidden states
-match the received ones; each is then replaced by the nearest token of the vocabulary. VFLAIR
-attacks split models in this way. Unlike `bench.attack.public_head`, it needs no causal head.
+The embeddings of a whole text are optimised by gradient descent, so that the head's hidden states
+approach the received ones. Then each embedding is replaced by the nearest token. VFLAIR attacks
+split models in this way. Unlike `bench.attack.public_head`, this attack needs no causal head.
 """
 
 from collections.abc import Sequence

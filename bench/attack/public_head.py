@@ -1,9 +1,9 @@
 """Read hidden states with the head's weights, without any training.
 
 The head is causal: the hidden state of a token depends only on that token and the tokens before it.
-So a text can be read from its beginning, token by token: the next token is the one that the head,
-after the tokens read so far, maps to the received hidden state. For a head without blocks, this is
-a search for the nearest embedding.
+So a text can be read from its beginning, token by token: the next token is the one for which the
+head, given the tokens read so far, computes the received hidden state. For a head without blocks,
+this is a search for the nearest embedding.
 """
 
 import math
@@ -28,7 +28,7 @@ _MARGIN = 1.2
 
 
 class PublicHead:
-    """An attack that searches for the tokens from which one public head computes hidden states.
+    """A search for the tokens from which the public head computes the received hidden states.
 
     All texts begin with the tokens ``beginning``, (known,) int64, at least one.
     """
@@ -37,7 +37,7 @@ class PublicHead:
         head.train(False)
         self._head = head
         self._beginning = beginning
-        # Output for every token right after the known beginning, to rank candidates elsewhere.
+        # Outputs for each token right after the known beginning; they rank candidates everywhere.
         self._table = self._outputs(self._start(), len(beginning), torch.arange(vocabulary))
         self._center = self._table.mean(0)
         self._table -= self._center
@@ -78,10 +78,10 @@ class PublicHead:
         return best
 
     def _candidates(self, hidden: Tensor, most: int) -> Iterator[Tensor]:
-        """Yield groups of tokens: the most similar, frequent ones, then increasingly large groups.
+        """Yield the most similar tokens, then frequent tokens, then groups of less similar ones.
 
         Frequent tokens have the lowest ids, because BPE adds tokens in order of frequency. In
-        deeper blocks, their hidden states depend more on the preceding text than on the token.
+        deeper blocks, the hidden states of frequent tokens depend mainly on the text before them.
         """
         order = (self._table @ (hidden - self._center)).topk(most).indices
         yield order[:_SIMILAR]

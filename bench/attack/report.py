@@ -29,7 +29,7 @@ _ATTACKS = {
     "search": "search",
 }
 _DECODER_AND_SEARCH = ("transformer", "search")
-# Line style of each attack, the same in all panels; lines differ in more than their colour.
+# Line style of each attack in all panels; lines differ in their markers, too.
 _LINES: Mapping[str, Mapping[str, Any]] = {
     "linear": {"color": _BLUE, "marker": "o"},
     "transformer": {"color": _RED, "marker": "s"},
@@ -172,12 +172,12 @@ def _read(record: Record, **settings: Any) -> tuple[str, str, str]:
 
 
 def _scores(cells: Sequence[CellRecord]) -> tuple[str, str]:
-    """Return ROUGE-1, and the tokens that were read."""
+    """Return ROUGE-1, and the number of tokens that were read."""
     return _spread(cells, "rouge1"), _count(cells)
 
 
 def _count(cells: Sequence[CellRecord]) -> str:
-    """Return the number of tokens read, and of tokens attacked, over all seeds."""
+    """Return the number of tokens (or labels) read, and of those attacked, over all seeds."""
     results = [cell["result"] for cell in cells]
     read = sum(round(result["tokens"] * result["attacked"]) for result in results)
     return f"{read}/{sum(result['attacked'] for result in results)}" if results else "–"

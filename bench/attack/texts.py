@@ -20,7 +20,7 @@ _LONGEST = 192  # maximum tokens of an example; the input is truncated first
 
 
 class Texts:
-    """Tokenized texts; those of a client begin with the same tokens (template and instruction)."""
+    """Tokenized texts; all texts of a client begin with the same template and instruction."""
 
     def __init__(
         self, name: str, tokenizer: Any, colluding: list[Row], attacked: list[Row], own: list[Row]
@@ -48,7 +48,7 @@ class Texts:
         return [example.tokens[:length] for example in self.colluding[:count]]
 
     def covered(self, count: int, longest: int) -> float:
-        """Share of the attacked tokens that occur in ``training_rows``, equally truncated."""
+        """Return the share of the truncated attacked texts' tokens that are in `training_rows`."""
         known = self.known_of_colluding
         have = torch.cat([row[known:] for row in self.training_rows(count, longest)])
         end = self.known + longest
@@ -60,7 +60,7 @@ class Texts:
         return random.Random(seed).sample(list(self.attacked), count)
 
     def attacked_rows(self, count: int, longest: int, seed: int) -> list[torch.Tensor]:
-        """Choose attacked texts and truncate them ``longest`` tokens after the known ones."""
+        """Choose attacked texts and truncate them ``longest`` tokens after the known beginning."""
         return [example.tokens[: self.known + longest] for example in self.choose(count, seed)]
 
     def text_of(self, tokens: torch.Tensor) -> str:
@@ -89,7 +89,7 @@ def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
     """Read the texts of two clients from BoolQ, at most ``count`` rows of each part.
 
     The folder has SuperGLUE's ``train.jsonl`` and ``val.jsonl``. The first half of the training
-    rows belongs to the colluding client, the rest to the attacked one.
+    rows belongs to the colluding client, the second half to the attacked client.
 
     Raises:
         DataError: Rows are missing or malformed; the message names file, line and reason.

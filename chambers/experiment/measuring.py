@@ -130,7 +130,7 @@ class Measuring:
     def values(
         self, adapter: Path | None, groups: Sequence[Group], measures: Sequence[Measure]
     ) -> Iterator[tuple[str, Measure, list[float]]]:
-        """Yield a model's values on each group of questions; without adapter, the base model's."""
+        """Yield a model's values on each group; without an adapter, those of the base model."""
         own = {"loss": self._losses, "article": self._articles, "accuracy": self._correct}
         with self._opened(adapter) as model:
             for group in groups:

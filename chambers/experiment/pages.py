@@ -33,7 +33,7 @@ def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path)
 
 
 def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
-    """Return a table, or a line that says that no trained model beats the same answer to all."""
+    """Return a table or, if no trained model beats a constant answer, a line that says so."""
     constant = next((row for row in rows if row.arm == CONSTANT), None)
     trained = [row for row in rows if row.arm != CONSTANT and experiment.arms[row.arm].trained]
     columns = list(rows[-1].cells)

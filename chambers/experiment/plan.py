@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from chambers.errors import CommandError, read_bytes
 from federation.run_config import Scalar
 
-# Loss in nats per token of the reference; whether the right one of twelve Articles is the
-# likeliest; whether a right candidate answer is the likeliest.
+# ``loss``: in nats per token of the reference. ``article``: whether the right one of twelve
+# Articles is the likeliest. ``accuracy``: whether a right candidate answer is the likeliest.
 _Likelihood = Literal["loss", "article", "accuracy"]
-# Whether the text that greedy decoding generates equals the reference, and scores of the text.
+# ``answer``: whether the greedily generated text equals the reference. Others: the text's scores.
 _Text = Literal["answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
 # Means over rounds of what clients report about their training.
 Reported = Literal["distance", "penalty_gradient_share"]
@@ -29,7 +29,7 @@ class _Section(BaseModel):
 
 
 class Arm(_Section):
-    """One way to train."""
+    """A way to train that tables compare, such as one strategy, or the untrained base model."""
 
     label: str  # the arm's name in tables
     settings: dict[str, Scalar] = {}
@@ -53,10 +53,10 @@ class Table(_Section):
     title: str
     measure: Measure
     arms: list[str] = Field(min_length=1)  # in the order of rows
-    # A column for each group of questions; or one for the model's own client, and one for others.
+    # ``groups``: one column for each group. ``own``: one for the own client's, one for others.
     columns: Literal["groups", "own"] = "groups"
     against: str | None = None  # arm with which the others are compared, question by question
-    heat_map: bool = False  # whether to draw the values, too, by model and group of questions
+    heat_map: bool = False  # whether to also draw the values by model and group of questions
     # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
     published: dict[str, dict[str, float]] = {}
 

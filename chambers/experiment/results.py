@@ -14,8 +14,7 @@ ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
 # Values of questions, keyed by seed and group.
 _Values = dict[tuple[int, str], NDArray[np.float64]]
-# Arm, and model or kind of models.
-_Name = tuple[str, str]
+_Name = tuple[str, str]  # arm, and model or kind of models
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,9 @@ class Row:
 def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> list[Row]:
     """Return the rows of a table, with the arms in the table's order.
 
-    Other arms are compared with ``against`` question by question: in columns ``own``, with its
-    models of the same kind or else of its first kind; in others, with the mean of its models.
+    Each arm is compared with the arm ``against``, question by question. For columns ``own``, models
+    are compared with that arm's models of the same kind or, without these, of its first kind. For
+    columns ``groups``, each model is compared with the mean of that arm's models.
     """
     models = _models(records, table.measure)
     arms = [CONSTANT, *table.arms]
@@ -79,7 +79,7 @@ def _models(records: Sequence[Record], measure: Measure) -> dict[_Name, _Values]
 
 
 def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
-    """Return the models of each arm and kind, keyed by name; clients' models are one kind."""
+    """Return the models of each arm and kind (base, global or clients), keyed by name."""
     kinds: dict[_Name, dict[str, _Values]] = {}
     for (arm, name), model in models.items():
         kind = name if name in {BASE, GLOBAL} else _CLIENTS
@@ -88,7 +88,7 @@ def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
 
 
 def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
-    """Return, for each group, the values of its client's model, and the mean of other clients'.
+    """Return each group's values of its client's model, and their mean over other clients' models.
 
     A model that belongs to no client has the same values in both columns.
     """
@@ -104,7 +104,7 @@ def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
 
 
 def _groups(model: _Values) -> dict[str, _Values]:
-    """Return a model's values on each group, and those on all groups."""
+    """Return a model's values on each group, and on all groups together."""
     names = list(dict.fromkeys(group for _, group in model))
     columns = {name: {k: v for k, v in model.items() if k[1] == name} for name in names}
     return columns | {ALL: model}

@@ -33,7 +33,7 @@ def interval(values: BySeed) -> Interval:
     """Return the mean of values and its interval, by a hierarchical bootstrap.
 
     Seeds are drawn with replacement, and so are questions within each seed. The interval accounts
-    for the choice of seeds and of questions; with one seed, for that of questions alone.
+    for the choice of seeds and of questions; with one seed, only for the choice of questions.
     """
     generator = np.random.default_rng(0)  # the same results yield the same table
     seeds = len(values)
