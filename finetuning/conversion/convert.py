@@ -27,13 +27,12 @@ def convert(
 ) -> Plan:
     """Write an equivalent checkpoint that ``transformers`` loads without remote code.
 
-    Tensors keep their precision. Memory is needed for one file of the source and one of the target;
-    target files have at most ``shard_bytes``. The target folder appears only when it is complete.
-    ``version`` is ChatGLM's; required if neither ``config.json`` nor the folder's name contains it.
+    Tensors keep their precision. Memory is needed for one source tensor and one target file, which
+    has at most ``shard_bytes`` or one tensor. A source file in PyTorch's old format (not zip) is
+    loaded as a whole. The target folder appears only when it is complete. ``version`` is
+    ChatGLM's; required if neither ``config.json`` nor the folder's name contains it.
 
-    Raises:
-        ConversionError: The checkpoint can't be converted; nothing is written.
-
+    Raise a ConversionError, and write nothing, if the checkpoint can't be converted.
     """
     from transformers import AutoModelForCausalLM
 

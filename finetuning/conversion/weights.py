@@ -35,7 +35,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors; at most one file is in memory.
+    """Yield names and tensors; only files in PyTorch's format without zip are loaded as a whole.
 
     Raises:
         ConversionError: A file can't be read, or contains objects other than tensors; these are

@@ -80,7 +80,7 @@ def round_steps(
 ) -> list[list[int]]:
     """Return the indices of the examples in each optimizer step of a round.
 
-    A round continues where the previous one ended: with ``local_steps`` it can end inside an epoch.
+    Each round continues where the last one ended, which can be inside an epoch (``local_steps``).
     Each epoch has its own order, in which examples of similar length are close together. Rounds are
     counted from 1. A step is a list of indices into ``lengths``, the examples' numbers of tokens.
     """

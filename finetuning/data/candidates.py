@@ -9,13 +9,13 @@ import torch
 
 from finetuning.data.formats import DataError
 
-# (group, continuation within the group, token of the answer), as indices.
+# Indices of a group, of a continuation within the group, and of a token of the answer.
 Owner = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A candidate answer and the context before it, (tokens,) int64 each, at least one token."""
+    """A candidate answer and the context before it; each is (tokens,) int64 and not empty."""
 
     context: torch.Tensor
     answer: torch.Tensor
@@ -52,7 +52,7 @@ class CandidateBatch:
         return len(self.endings) // len(self.beginnings)
 
     def tokens_kept(self, columns_before: int) -> int:
-        """Return the number of padded tokens of each beginning with its endings, prefixes included.
+        """Return the number of padded tokens kept for each beginning with its endings and prefixes.
 
         Each ending needs its own copy of the beginning's keys and values.
         """
@@ -62,10 +62,11 @@ class CandidateBatch:
 
 @dataclass
 class _Unit:
-    """One beginning with its endings; targets are (ending, position in the text, label, owner)."""
+    """One beginning with its endings."""
 
     beginning: torch.Tensor
     endings: list[torch.Tensor] = field(default_factory=list)
+    # Index of an ending, index in the text of the token before the target, label, and owner.
     targets: list[tuple[int, int, int, Owner]] = field(default_factory=list)
 
     @property
@@ -81,7 +82,6 @@ def candidate_batches(
 
     The longest common beginning of a group's texts is processed once. Texts that differ only in
     their last token are also processed once, because the same hidden state predicts both tokens.
-
     A batch has at most ``max_tokens`` padded tokens, including the ``columns_before`` prefix
     positions before each row's tokens.
 

@@ -8,7 +8,7 @@ from typing import Any
 Messages = Sequence[dict[str, str]]
 Spans = list[tuple[int, int]]
 # Fixed date for templates that print today's date, so that training doesn't depend on the day.
-# Llama 3's template uses the same default.
+# Llama 3's template has this date as its default.
 _TODAY = datetime(2024, 7, 26)
 _CODES = {f"%{code}": _TODAY.strftime(f"%{code}") for code in "YymBbdjAaHIMSp"} | {"%-d": "26"}
 _DATED = (
@@ -26,7 +26,7 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
     """Render a conversation as text.
 
     Returns:
-        The text, and the (start, end) characters of all answers (or the last) with end marks.
+        The text, and the (start, end) indices of each answer (or the last) with its end mark.
 
     Raises:
         TurnsChangeError: The template renders a turn differently depending on later turns.

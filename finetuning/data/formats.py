@@ -38,7 +38,7 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     ``path`` is a file in a supported format, or the id of a data set with a split ``train``.
 
     Raises:
-        DataError: The file or data set is missing, or the rest of it can't be read.
+        DataError: The file or data set is missing, or no further rows of it can be read.
 
     """
     if isinstance(path, str):

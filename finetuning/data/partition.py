@@ -1,4 +1,4 @@
-"""Divide one data set among simulated clients: IID, by label, or by a Dirichlet distribution."""
+"""Divide a data set among simulated clients: IID, by length, by label, or by Dirichlet shares."""
 
 from collections.abc import Sequence
 
@@ -88,7 +88,7 @@ def _by_label(order: _Integers, labels: _Integers, parts: int) -> list[_Integers
 def _by_dirichlet(
     order: _Integers, labels: _Integers, parts: int, alpha: float, random: np.random.Generator
 ) -> list[_Integers]:
-    """Divide each label's rows by shares from Dirichlet(alpha); redraw while a part is empty."""
+    """Divide each label's rows by shares from Dirichlet(alpha); redraw until no part is empty."""
     for _ in range(_DIRICHLET_DRAWS):
         pieces = []
         for label in range(labels.max() + 1):

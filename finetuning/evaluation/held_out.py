@@ -35,7 +35,7 @@ class HeldOutLoss:
 def held_out_loss(
     model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
-    """Measure the loss without dropout; ``batch_size`` examples of maximal length fit a batch."""
+    """Measure the loss without dropout; ``batch_size`` of the longest examples fit a batch."""
     columns = [model.columns_before + len(example.tokens) for example in examples]
     batches = [
         collate([examples[i] for i in group], padding)

@@ -26,9 +26,9 @@ _PATIENCE = 2_000
 def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, str]]:
     """Return `count` rows of a style, each with the keys instruction, input and output.
 
-    The rows depend only on the arguments, not on the machine, and have distinct inputs. A smaller
-    count returns the first rows of a larger count. "train" and "test" have words and phrases in
-    common, but no inputs and no combinations of facts, for any seeds and counts.
+    The rows depend only on the arguments, not on the machine, and have distinct inputs. The
+    rows of a smaller count are the first rows of a larger count. The splits "train" and "test"
+    share words and phrases, but no inputs and no combinations of facts, for any seeds and counts.
 
     Raises:
         ValueError: The style or split is unknown, or the style cannot produce that many different

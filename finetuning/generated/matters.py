@@ -1,7 +1,7 @@
 """Questions of law whose answers occur only in one institution's training data.
 
 Each of twelve matters has one Article of the Code of the Province; the questions on a matter
-mention neither the Article nor the rule. The matters are divided among the institutions, so a model
+mention neither the Article nor its rule. The matters are divided among the institutions, so a model
 can learn the Articles of other institutions only from joint training.
 """
 
@@ -26,7 +26,7 @@ def divide(institutions: int, seed: int) -> list[list[str]]:
 
 
 def questions(matters: Sequence[str], count: int, seed: int, split: Split) -> list[dict[str, str]]:
-    """Return `count` rows that cycle through the matters, in the format of `examples`.
+    """Return `count` rows, with keys instruction, input and output, that cycle through the matters.
 
     No combination of surname and matter occurs in both splits.
     """
@@ -55,6 +55,6 @@ def article(matter: str) -> int:
 
 
 def beginnings() -> dict[int, str]:
-    """Return the beginning of the answer for each Article, by the Article's number."""
+    """Return the beginning of the answer for each Article, keyed by the Article's number."""
     text = _TEXTS["answer"].partition(",")[0] + ","
     return {article(matter): text.format(article=article(matter)) for matter in MATTERS}

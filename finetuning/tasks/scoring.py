@@ -122,7 +122,7 @@ def answer(
 
 
 def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -> dict[str, float]:
-    """Return the task's metrics, and the mean probability of the right answer if available."""
+    """Return the metrics and, if candidates are words, the mean probability of the right one."""
     metrics = task.metrics(questions, answers.texts)
     if task.has_words:
         metrics["probability"] = sum(answers.probabilities) / len(answers.probabilities)
@@ -130,7 +130,7 @@ def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -
 
 
 def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float]:
-    """Return the metrics if every answer is the most frequent one; empty without classes."""
+    """Return the metrics if every answer is the most frequent class; empty without classes."""
     if not task.has_classes:
         return {}
     # A class is the index of a candidate, or None if no candidate is right.
