@@ -141,7 +141,7 @@ def _time_left(seen: Seen) -> str:
 
 
 def _evaluation(seen: Seen) -> str:
-    """Return the mean losses in the last evaluation, and those of the base model."""
+    """Return each model's mean held-out loss in the last evaluation, and the base model's."""
     losses: dict[str, dict[str, float]] = {}
     last = 0
     for event in seen.events:

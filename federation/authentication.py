@@ -29,7 +29,7 @@ CLOCK_SECONDS = 300.0
 
 
 class AuthenticationError(UserError, ValueError):
-    """A message is malformed or a replay, has the wrong sender or recipient, or isn't valid now."""
+    """A message is malformed, replayed, expired, post-dated, or from or for a different party."""
 
 
 class Statement(BaseModel):
@@ -108,7 +108,7 @@ class SignedInstruction:
         return cls(text, statement, signature, body, dict(message.content.array_records))
 
     def verify(self, key: Ed25519PublicKey, message: Message, node: int, run: int) -> None:
-        """Verify that the coordinator signed this instruction for this recipient and this time.
+        """Verify that the coordinator signed this instruction for this recipient, run and time.
 
         ``message`` contained the instruction; ``node`` and ``run`` are Flower's ids of this
         SuperNode and of the run. Raise ``AuthenticationError`` if the verification fails.

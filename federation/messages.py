@@ -65,7 +65,7 @@ class Instruction:
     time_limit: Annotated[FiniteFloat, Field(gt=0)]
     # In evaluate messages: measure losses (and generate answers if the run config requests them).
     losses: StrictBool = False
-    # Evaluate: compute the importance J at the adapter sent. Train: use the client's own J.
+    # In evaluate messages: compute J at the adapter sent. In train messages: use the client's J.
     importance: StrictBool = False
     # In evaluate messages: the weights sent are the run's final weights; save them.
     final: StrictBool = False
@@ -105,8 +105,8 @@ def one_line(text: str) -> str:
 def lane_record(invitation: Invitation, models: Mapping[str, int]) -> ConfigRecord:
     """Return an invitation to a lane as a ConfigRecord, which contains the ticket's secret.
 
-    ``models`` maps the names of the models that the client evaluates or, in train messages, keeps
-    on its disk to the rounds of the server's matching adapters.
+    ``models`` contains the models that the client evaluates or, in train messages, keeps on its
+    disk: for each model's name, the round of the server's matching adapter.
     """
     return ConfigRecord(
         {

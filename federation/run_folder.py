@@ -48,7 +48,7 @@ def results_folder(output_dir: str) -> Path:
 
 
 def announce(directory: Path) -> None:
-    """Create the link to a run's folder that the environment variable ``LINK`` requests, if any.
+    """Create a link to a run's folder at the path in the environment variable ``LINK``, if set.
 
     Raise ``OSError`` if the link can't be created.
     """

@@ -18,7 +18,7 @@ from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull
 
-# Polling interval of grids without a ``pull_interval``, which Flower's grid of simulations has.
+# Polling interval of grids without a ``pull_interval``; Flower's grid of simulations has one.
 _PULL_SECONDS = 3.0
 # Attempts to push a message that the SuperLink refuses; each attempt uses different objects.
 _MAX_PUSHES = 3
@@ -50,7 +50,7 @@ def exchange(
     yielded instead of the reply. Replies are pulled one at a time, and no references to them are
     kept: if the caller keeps none either, only one reply is in memory. A reply that the SuperLink
     has not completely received is pulled in the background, so that a client that never finishes
-    sending doesn't delay the others.
+    sending doesn't delay other clients.
 
     Args:
         grid: Connection to the SuperNodes.
@@ -130,8 +130,8 @@ def _begin_pull(
 ) -> Future[list[Message]]:
     """Start to pull the reply to a request, and wait briefly for it.
 
-    The SuperLink announces a reply before it has received all of its objects, and Flower waits for
-    the rest as long as the client keeps sending objects. Other grids need no thread.
+    The SuperLink announces a reply before it has received all of its objects. Flower waits for the
+    missing objects as long as the client keeps sending any, so the pull gets a thread of its own.
     """
     future: Future[list[Message]] = Future()
 

@@ -35,8 +35,8 @@ from strategies.scaling import record_scaled
 class FLGLM(Rounds):
     """FL-GLM with serial, client-batch or hierarchical training (section 3.3).
 
-    Once per round, Flower messages contain the adapters of heads and tails, and invitations to
-    lanes. The adapters of the middle blocks remain at the server.
+    In each round, Flower's messages contain the adapters of heads and tails, and invitations to
+    lanes. The adapters of the middle blocks remain at the server until the last round has ended.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FLGLM(Rounds):
                 lifetime=message.metadata.ttl,
                 examples=client.train_examples,
             )
-            # The client must keep the head and tail that match this body, even if they are old.
+            # The client must keep the head and tail that match this body, even if they aren't new.
             own = self._personalised_body(client.name)
             message.content[LANE] = lane_record(invitation, {"personalised": own[0]} if own else {})
             yield message
@@ -198,7 +198,7 @@ class FLGLM(Rounds):
     ) -> Iterator[Message]:
         for reply in super()._exchange(messages, grid, timeout, training):
             if sender := self._participants.sender_of(reply):
-                # In schedules that start clients together, others would wait for an absent client.
+                # In schedules that start clients together, all would wait for an absent client.
                 self._server.mark_absent(sender.name)
             yield reply
             del reply  # release its memory before the next reply is pulled

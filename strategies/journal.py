@@ -55,5 +55,5 @@ class Journal(Protocol):
         ...
 
     def discard(self, round_number: int) -> None:
-        """Delete the checkpoint of a round with an unusable adapter if an earlier one exists."""
+        """Delete the checkpoint of a round's unusable adapter if an earlier checkpoint exists."""
         ...

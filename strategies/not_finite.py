@@ -34,8 +34,8 @@ def require_finite(
 ) -> None:
     """Raise ``NotFiniteError`` if most clients report a global adapter as unusable.
 
-    The adapter's checkpoint is then deleted if an earlier one exists. A majority of the clients
-    ``asked`` is required, so that a minority can't reject an adapter. Valid replies of a
+    The adapter's checkpoint is then deleted if an earlier checkpoint exists. A majority of the
+    clients ``asked`` is required, so that a minority can't reject an adapter. Valid replies of a
     client that withholds metrics never report an unusable adapter.
     """
     if 2 * len(collected.not_finite) <= len(asked):

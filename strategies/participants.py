@@ -29,7 +29,7 @@ from strategies.exchange import exchange, turns
 from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_registration
 
 _POLL_SECONDS = 1.0
-# Maximum number of queries to a silent SuperNode; each one delays a round by node-timeout.
+# Maximum number of queries to a silent SuperNode; each query delays a round by node-timeout.
 _MAX_QUERIES = 3
 
 
@@ -55,7 +55,7 @@ class Participant:
 
 
 def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
-    """Wait until ``minimum`` SuperNodes are connected; return all connected ones by id.
+    """Wait until ``minimum`` SuperNodes are connected; return all connected SuperNodes by id.
 
     Raise ``TooFewClientsError`` if fewer are connected after ``timeout`` seconds.
     """
@@ -127,9 +127,9 @@ class Participants:
 
         A SuperNode that reconnected with the same id is queried again, because its data or name may
         have changed; if it doesn't answer or can't take part, its registration is kept. Refused
-        SuperNodes are queried again after a registered one, which may have used the same name, has
-        disconnected. A SuperNode that doesn't answer, perhaps because it is preparing a large
-        model, is queried again in the next rounds, at most three times in all.
+        SuperNodes are queried again after a registered SuperNode has disconnected, because it may
+        have had the same name. A SuperNode that doesn't answer, perhaps because it is preparing a
+        large model, is queried again in the next rounds, at most three times in all.
 
         Return the reasons for refusing clients, keyed by name. Raise ``TooFewClientsError`` if not
         enough SuperNodes are connected in time.

@@ -112,7 +112,7 @@ def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str])
     """Return the majority digests of the tensors whose digest in ``fingerprint`` is empty.
 
     The coordinator doesn't have these tensors. ``configs`` are the config records of the replies to
-    query messages. Without a majority, a tensor's digest is one that no client can match, so
+    query messages. If no digest has a majority, the result is one that no client can match, so
     the difference must be resolved before training.
     """
     reported = [
@@ -173,7 +173,7 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
         return f"it sent {len(metrics)} metrics; at most {_MAX_METRICS} are accepted"
     invalid = [name for name in metrics if not _METRIC_NAME.fullmatch(name)]
     if invalid:
-        return f"its metric {printable(invalid[0], 64)!r} must have a name of at most 64 letters"
+        return f"its name {printable(invalid[0], 64)!r} needs at most 64 letters, digits, _ . -"
     invalid = [name for name, value in metrics.items() if not _is_bounded_number(value)]
     if invalid:
         return f"its {', '.join(invalid[:3])}: numbers must be finite, up to {LARGEST_METRIC:g}"

@@ -18,9 +18,9 @@ from finetuning.files import filling
 
 
 class Replies:
-    """Context manager for valid replies, whose arrays are stored in files until exit.
+    """Context manager for valid replies; their arrays are stored in files, which exit deletes.
 
-    A folder of such files that a killed run left behind is deleted on entry.
+    Files that a killed run left behind in the same folder are deleted on entry.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Replies:
         return dict(load_file(self.file(name)))
 
     def tensors(self) -> Iterator[tuple[str, State]]:
-        """Yield each array in turn: its name, and its values at all clients."""
+        """Yield the name of each array, and the array's values from each reply, keyed by client."""
         with ExitStack() as opened:
             files = {
                 name: opened.enter_context(safe_open(self.file(name), framework="pt"))

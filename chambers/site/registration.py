@@ -41,8 +41,8 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
         if reason and reason.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
             return False
         raise CommandError(
-            f"{superlink} answers {error.response.status_code} to /v1/fleet/, so no SuperNode "
-            "can work: the proxy must pass this path to the SuperLink"
+            f"{superlink} answers {error.response.status_code} to /v1/fleet/, the SuperNodes' "
+            "path: configure the proxy to forward requests for this path to the SuperLink"
         ) from error
     except httpx.HTTPError as error:
         problem = f"{superlink} doesn't say whether the node key is registered: {error}"

@@ -147,7 +147,7 @@ def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
 def tensors_of_part(
     whole: Any, full: Mapping[str, str], partition: Partition, party: PartyName
 ) -> dict[str, str]:
-    """Return the names of the tensors of a checkpoint that a party's model is loaded from.
+    """Return the names of the checkpoint's tensors from which a party's model is loaded.
 
     Args:
         whole: Result of `outline`.
@@ -156,8 +156,8 @@ def tensors_of_part(
         party: Party of the model.
 
     Returns:
-        Dictionary from the names to pass to ``from_pretrained`` to names in the checkpoint. The two
-        names differ only for tied tensors that are stored once.
+        Dictionary: keys are names to pass to ``from_pretrained``, values are names in the
+        checkpoint. They differ only for a tied tensor that is stored under the other tensor's name.
 
     """
     with torch.device("meta"):
