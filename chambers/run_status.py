@@ -124,7 +124,7 @@ def _state(seen: Seen) -> str:
         resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
         return f"not running: before the run ended, its process was killed{resume}"
     if not seen.works:
-        return "running: the run loads the base model, or waits for SuperNodes and registers them"
+        return "running: loading the base model, or waiting for SuperNodes to register"
     doing = f"running: {status.phase} of round {status.round} of {seen.config['rounds']}"
     since = f"for {duration(seen.now - status.since)}"
     answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"

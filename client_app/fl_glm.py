@@ -31,7 +31,7 @@ _PARTS: tuple[PartyName, ...] = ("head", "tail")
 def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
     """Return the base model's directory, and the fingerprint of the head and tail.
 
-    Raise ``BaseModelError`` if the base model can't be found, or doesn't match its split parts.
+    Raise ``BaseModelError`` if the base model can't be found, or can't be split exactly.
     """
     directory = locate_parts(config.model.name, config.split, _PARTS)
     partition = partition_of(directory, config.split)

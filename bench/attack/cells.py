@@ -28,7 +28,7 @@ class Sizes:
     optimised: int = 1  # texts that the optimisation reads
     optimisation_steps: int = 100
     labelled: int = 1  # texts whose labels are read from gradients
-    labels: int = 12  # number of labels read from each of these texts, the last ones
+    labels: int = 12  # how many labels are read per text, counted from its end
     steps: int = 8  # of training with noise
     measured: int = 12  # held-out examples whose loss is measured
     max_candidates: int = 4096  # for each token in the search

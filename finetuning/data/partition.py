@@ -56,7 +56,7 @@ def _iid(rows: Sequence[Row], parts: int, random: np.random.Generator) -> list[l
     for row in rows:
         by_origin.setdefault(row.origin, []).append(row)
     if len(by_origin) < parts:
-        raise DataError(f"{len(by_origin)} lines can't be divided among {parts} clients")
+        raise DataError(f"there are only {len(by_origin)} rows for {parts} clients")
     together = list(by_origin.values())
     order = random.permutation(len(together))
     return [[row for n in order[part::parts] for row in together[n]] for part in range(parts)]

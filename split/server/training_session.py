@@ -102,7 +102,7 @@ class TrainingSession(Session):
         return waiting and self._round.answered <= self._round.returned
 
     def holds(self) -> bool:
-        """Return whether activations are in memory that only the client's next frames free."""
+        """Return whether activations stay in memory until the client's next frames arrive."""
         return self._trainer is not None and self._trainer.holds()
 
     def _end_step(self, end: StepEnd) -> None:
