@@ -199,7 +199,7 @@ class _Turns:
         self._starts.put(steps)
 
     def end(self) -> float:
-        """Wait for a turn's end, and return its mean loss; the first call returns NaN at the start."""
+        """Wait for a turn's end, and return its mean loss; the first call only awaits the start."""
         loss = self._ends.get()
         if self.result.done():
             self.result.result()  # raises its error

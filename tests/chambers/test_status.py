@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_and_completes(values, tmp_path, status):
     grid = Watched(values, look)
     serve(values, grid)
     assert all(code == 0 for _, (code, _) in grid.seen)
-    assert "waits for SuperNodes and registers them" in grid.seen[0][1][1]
+    assert "waiting for SuperNodes to register" in grid.seen[0][1][1]
     first, second, third = (text for kind, (_, text) in grid.seen if kind == "train")
     assert "running: training of round 1 of 3" in first and "0 of 3 clients have replied" in first
     assert "unknown, until the first round is over" in first
@@ -133,7 +133,7 @@ def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, statu
         with pytest.raises(RunningError, match="another run is writing to"), running(directory):
             pass
         with watching(directory) as (watcher, terminal):
-            while b"registers them" not in os.read(terminal, 1000):
+            while b"SuperNodes to register" not in os.read(terminal, 1000):
                 assert watcher.poll() is None
             process.kill()
             process.wait()
