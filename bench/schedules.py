@@ -16,6 +16,9 @@ the memory of many processes slows all of them down. CPU seconds are user and sy
 a schedule's processes. Three ratios are those of medians, of minima and of CPU seconds. The fourth
 ("pairs") is the median of each turn's ratio; slower periods of the machine hardly affect it.
 
+The last columns are the server's CPU seconds per sample, and the limit of the speed-up that they
+imply: centralised CPU seconds ÷ the server's, which more machines for clients can't reduce.
+
 In the first step, client-batch and the whole model compute the same, except that hidden states are
 sent in bfloat16; the run fails if their losses differ by more than 1e-2. In later steps, every
 client has trained its own head and tail.
@@ -116,7 +119,7 @@ def main() -> None:
     split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     table = make_table(
         "samples per second and ratios to centralised training",
-        *("clients", "", "samples/s", *RATIOS, "target"),
+        *("clients", "", "samples/s", *RATIOS, "target", "server s/sample", "limit"),
     )
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
@@ -127,8 +130,11 @@ def main() -> None:
             samples = clients * shape.rows * shape.micro_batches
             for side in (whole, *sides):
                 rate = f"{samples / side.summary()[0]:.2f}"
-                target = TARGETS.get(side.name, "")
-                table.add_row(str(clients), side.name, rate, *ratios(whole, side), target)
+                target, server = TARGETS.get(side.name, ""), ["", ""]
+                if isinstance(side, Split):
+                    seconds = side.server_seconds()
+                    server = [f"{seconds / samples:.3f}", f"{whole.summary()[2] / seconds:.2f}"]
+                table.add_row(str(clients), side.name, rate, *ratios(whole, side), target, *server)
             table.add_section()
     show(f"{shape}, {arguments.pairs} turns, wire {split.wire_dtype}, seed {SEED}", table)
 
