@@ -65,6 +65,7 @@ def train_until(stage: str, base: Path, split: SplitSettings, state: State, link
 
         setattr(model.lane, how, acting)
 
+    link.send("ready")
     invitation = link.recv()
     server = SimpleNamespace(invite_to_train=lambda *_: invitation)
     client.train(server, state, _STEPS, SETTINGS["beta"], disturb)
@@ -79,6 +80,8 @@ class Beta:
         self._process = context.Process(target=train_until, args=(*arguments, other), daemon=True)
         self._process.start()
         other.close()
+        # The other clients' time limit must not pass while this process imports torch.
+        assert self._link.recv() == "ready"
 
     def train(self, server: BlockServer) -> None:
         """Start to train, and kill the client's process when it has reached its stage."""
