@@ -25,6 +25,14 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("chambers", deadline=None)
 hypothesis.settings.load_profile("chambers")
 
+# The files of the longest tests begin first, so that none of them runs alone at the end.
+_LONGEST = {"test_notebook.py", "test_walk.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
 WORDS = [
     "the",
     "court",

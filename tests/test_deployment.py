@@ -126,6 +126,7 @@ def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, t
             assert (lineage / name / "adapters" / kind / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_path, capfd):
     """A SuperNode sends a policy's reason, and no error's text that quotes a row."""
     word = "Xanthippe"

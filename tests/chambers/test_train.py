@@ -358,6 +358,7 @@ def test_a_run_that_the_serverapp_refuses_names_its_reason_and_log(client_folder
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path, left_over):
     settings = (f"model.name={checkpoint}", f"data.path={client_folders}", "rounds=500")
     training = start(tmp_path, *settings)

@@ -108,6 +108,7 @@ def accepted(court):
     return [e for e in audited(court) if (e["event"], e["kind"]) == ("accepted", "train")]
 
 
+@pytest.mark.nightly
 def test_nobody_speaks_in_another_s_name(running):
     court, before = running.hosts["court"], newest_run(running)
     audit = len(audited(court))
@@ -217,6 +218,7 @@ def max_memory(running):
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.nightly
 def test_an_unsigned_run_whose_messages_are_blocked_ends_with_the_reason(running, unsigned):
     """Without signatures, anyone can compute what the first messages contain."""
     settings = SETTINGS | {"instruction-key": "none", "rounds": 1, "train.local-steps": 1}

@@ -40,11 +40,13 @@ def outsider(running, host, attempt, *arguments):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_a_full_run_over_tls_with_node_keys_and_a_signed_release(running):
     """Client-batch lanes have a test below; serial ones and all strategies are in test_walk.py."""
     train(running, {"strategy": "fl-glm", "split.schedule": "hierarchical"})
 
 
+@pytest.mark.nightly
 def test_the_block_server_refuses_who_has_no_ticket(running):
     """An institution's network reaches the block server while a run trains over it."""
     answers = []

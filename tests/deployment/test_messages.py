@@ -141,6 +141,7 @@ def test_a_superexec_that_has_ended(running):
     superexec.wait_until_ready()
 
 
+@pytest.mark.nightly
 def test_another_model(running, tmp_path):
     """The court has another base model than the coordinator and the other institution."""
     if not running.hosts["court"].namespace:

@@ -176,6 +176,7 @@ def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, 
         assert process.poll() is None
 
 
+@pytest.mark.nightly
 def test_deletion_leaves_nothing_of_a_run(coordinator, institution, checkpoint, tmp_path):
     """A release of this app, signed, and run to the end."""
     key = tmp_path / "alice"
