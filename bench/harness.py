@@ -5,8 +5,6 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from multiprocessing import get_context
 from statistics import mean, median
 from threading import RLock
@@ -70,8 +68,8 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         # The process isn't asked to end, because it may be waiting for one that has ended.
-        with suppress(BrokenProcessPool, ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        for process in list((self._pool._processes or {}).values()):
+            process.kill()
         self._pool.shutdown()
 
 

@@ -114,6 +114,10 @@ def _reason(error: UserError | OSError | RuntimeError) -> str:
         return str(error)
     if isinstance(error, OSError):
         return described(error)
+    if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which has been imported
+        from finetuning.devices import memory_problem
+
+        return memory_problem(error, "use a smaller model or batch, or --quantization nf4")
     if "home directory" not in str(error):  # the message of pathlib
         raise error
     return "the home directory of a path that begins with ~ is unknown; write the path in full"

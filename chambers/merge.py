@@ -1,13 +1,17 @@
 """``chambers merge``: fold an adapter into its base model."""
 
+import os
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from chambers.disk_space import existing
 from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option
 from federation.run_folder import METRICS, read_events
-from finetuning.adapters.saved import check_folder
+from finetuning.adapters.saved import SavedAdapter, read_adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,44 +40,66 @@ class Merge:
         """Write the merged model."""
         if self.folder.exists():
             raise CommandError(f"{self.folder} exists; name a folder that doesn't")
-        check_folder(self.adapter)
+        above = existing(self.folder.absolute().parent)
+        if not os.access(above, os.W_OK):
+            raise CommandError(f"{self.folder} can't be written: no permission in {above}")
         options = AdapterOptions(adapter=self.adapter, model=self.model)
         options.check_folders()
+        adapter = read_adapter(self.adapter)
+        if adapter.settings.kind == "prefix":
+            raise CommandError(
+                f"the adapter in {self.adapter} is a prefix, not a change of weights, so it can't "
+                'be merged; use it with chambers generate or PEFT, or train adapter.kind = "lora"'
+            )
+        self._merge(adapter, find_run(adapter), options)
+        return 0
+
+    def _merge(self, adapter: SavedAdapter, run: RunFolder | None, options: AdapterOptions) -> None:
         from chambers.models import find
-        from finetuning.adapters.merging import merge, save_merged
+        from finetuning.adapters.merging import fetch_licence, merge, save_merged
         from finetuning.adapters.model_card import merged_card
 
+        losses = _losses(run, self.adapter) if run else {}
         source = find(options, None)
-        adapter = source.adapter
-        assert adapter is not None  # named by the options
-        model = merge(adapter, source.directory, self.dtype)
-        dtype, quantization = str(model.dtype).removeprefix("torch."), source.settings.quantization
-        run = find_run(adapter)
-        card = merged_card(
-            adapter=adapter,
-            directory=source.directory,
-            dtype=dtype,
-            quantization=quantization,
-            losses=_losses(run, self.adapter) if run else {},
-        )
-        save_merged(model, source.directory, self.folder, card)
+        name, quantization = source.settings.name, source.settings.quantization
+        fetch_licence(name)
+        if run is None:
+            print(
+                f"{self.adapter} is not in a run's folder: whether {name} is its base model, and "
+                "whether that was quantised in training, can't be checked",
+                file=sys.stderr,
+            )
         if quantization != "none":
             print(
-                f"trained on weights quantised to {quantization}, merged into those of the "
-                f"checkpoint in {dtype}: answers can differ slightly"
+                f"the adapter was trained on weights quantised to {quantization}; it is merged "
+                "into the checkpoint's own weights, so answers can differ slightly",
+                file=sys.stderr,
             )
-        print(f"{self.folder}: {source.settings.name} in {dtype} with the adapter; to use it:")
-        print(f"  chambers generate --model {self.folder.absolute()} …")
-        return 0
+        model = merge(adapter, source.directory, self.dtype)
+        card = merged_card(
+            adapter=self.adapter.resolve(),
+            base=name,
+            directory=source.directory,
+            dtype=str(model.dtype).removeprefix("torch."),
+            quantization=quantization,
+            losses=losses,
+        )
+        save_merged(model, source.directory, self.folder, card)
+        print(f"{self.folder}: {name} with the adapter; to use it:")
+        print(f"  chambers generate --model {shlex.quote(str(self.folder.absolute()))} …")
 
 
 def _losses(run: RunFolder, adapter: Path) -> dict[str, tuple[float, float]]:
     """Return each client's held-out losses of the base model and the adapter, in nats per token.
 
-    The result is empty if the run's folder, such as a client's state, has no metrics.
+    The result is empty if the run's folder, such as a client's state, has no metrics. Raise
+    ``CommandError`` if the metrics are malformed.
     """
-    events = [e for e in read_events(run.directory / METRICS) if e["event"] == "evaluate"]
-    last = {(event["client"], event["model"]): float(event["loss"]) for event in events}
+    try:
+        events = [e for e in read_events(run.directory / METRICS) if e["event"] == "evaluate"]
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    last = {(e["client"], e["model"]): float(e["loss"]) for e in events if "loss" in e}
     name = adapter.resolve().name
     kind = "global" if name == "global" else "personalised"
     return {

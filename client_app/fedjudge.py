@@ -163,8 +163,8 @@ def _load_model(
     model: ModelSettings, adapter: AdapterSettings, _files: Stamps
 ) -> tuple[WholeModel, Any]:
     base = load_base_model(model)
-    model = attach_adapter(base.model, adapter, base.reference)
-    return WholeModel(model, adapter.prefix_dropout), base.tokenizer
+    peft_model = attach_adapter(base.model, adapter, base.reference)
+    return WholeModel(peft_model, adapter.prefix_dropout), base.tokenizer
 
 
 def _importance(model: WholeModel, institution: Institution, config: RunConfig) -> State:

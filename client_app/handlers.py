@@ -65,7 +65,10 @@ _STRATEGIES: dict[str, Strategy] = {
     "fl-glm": fl_glm,
 }
 Handler = Callable[[Message, Context], Message]
-_MEMORY = "lower train.batch-size or data.max-length, or set model.gradient-checkpointing = true"
+_MEMORY = (
+    "lower train.batch-size, evaluate.batch-size or data.max-length, or, with LoRA, set "
+    "model.gradient-checkpointing = true"
+)
 _WITHHELD = "metrics are not sent: the site's policy demands differential privacy (privacy.epsilon)"
 
 
@@ -134,6 +137,8 @@ def _reason(error: Exception) -> str:
         return one_line(str(error))
     if isinstance(error, torch.OutOfMemoryError):
         return memory_problem(error, _MEMORY)
+    if isinstance(error, torch.AcceleratorError):
+        return "a kernel failed on the GPU; this SuperNode's log has the details"
     about = f": {os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else ""
     return f"{type(error).__name__}{about}; this SuperNode's log has the details"
 

@@ -93,11 +93,13 @@ class Worker:
             except Exception as error:
                 log(ERROR, "a message's handler raised an exception", exc_info=error)
                 problem = type(error).__name__
-        send(caller, problem.encode())
-        send(caller, reply)
-        if is_broken():
-            log(ERROR, "a kernel has failed, and no other can run, so the worker exits")
-            sys.exit(TRY_AGAIN)
+        try:
+            send(caller, problem.encode())
+            send(caller, reply)
+        finally:
+            if is_broken():
+                log(ERROR, "a kernel has failed, and no other can run, so the worker exits")
+                sys.exit(TRY_AGAIN)
 
     def _refusal(self, caller: socket.socket) -> str:
         """Return the reason for refusing a caller; empty if the caller is accepted."""

@@ -70,9 +70,10 @@ def to_host(
     return copies, events
 
 
-def memory_problem(error: torch.OutOfMemoryError, remedy: str) -> str:
+def memory_problem(error: RuntimeError, remedy: str) -> str:
     """Return what didn't fit, where, and the remedy, without the other processes in CUDA's text."""
-    return f"out of memory: {'. '.join(str(error).split('. ')[1:3])}; {remedy}"
+    found = str(error).split(". ")
+    return f"out of memory: {'. '.join(found[1:3] or found)}; {remedy}"
 
 
 def is_broken() -> bool:

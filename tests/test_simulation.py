@@ -58,10 +58,10 @@ def config(checkpoint, client_folders, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(superlink, checkpoint, client_folders, tmp_path_factory):
-    """Return the results of a run that nothing interrupted, and the lines of its log."""
+    """Return the results of a run with an actor for each client, and the lines of its log."""
     config = settings(checkpoint, client_folders, tmp_path_factory.mktemp("finished"))
     lines = []
-    status = run_app(ROOT, superlink, config, 3, actors=1, write=lines.append)
+    status = run_app(ROOT, superlink, config, 3, write=lines.append)
     assert status == "finished:completed", b"".join(lines[-50:]).decode()
     return results_of(config), b"".join(lines).decode()
 
@@ -182,6 +182,8 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
         with suppress(psutil.NoSuchProcess):
             victim.kill()
     psutil.wait_procs(everything, timeout=20)
+    later = list(output.glob(f"*/checkpoints/round-{number + 1:04d}.safetensors"))
+    assert not later, "the run went on before it was killed"
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Merge a LoRA adapter into its base model's weights."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,18 @@ import torch
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import AdapterError, SavedAdapter
 from finetuning.files import replacing
-from finetuning.model.base_model import load_checkpoint, load_tokenizer
+from finetuning.model.base_model import BaseModelError, fetch, load_checkpoint
+from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 
-_LICENSES = ("LICENSE*", "NOTICE*", "MODEL_LICENSE*")
+_LICENCES = ("LICENSE*", "NOTICE*", "MODEL_LICENSE*")
+
+
+def fetch_licence(name: str) -> None:
+    """Download the licence and model card of a Hugging Face id, if the hub can be reached."""
+    if is_id(resolve(name)):
+        with suppress(BaseModelError):
+            fetch(resolve(name), ("README.md", *_LICENCES))
 
 
 @one_at_a_time
@@ -23,15 +32,10 @@ def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
     checkpoint in ``directory``. Return a ``transformers`` model without adapters, in CPU memory.
 
     Raises:
-        AdapterError: The adapter can't be merged, or is for a different base model.
+        AdapterError: The adapter is for a different base model, or contains NaN.
         BaseModelError: The checkpoint can't be loaded.
 
     """
-    if adapter.settings.kind == "prefix":
-        raise AdapterError(
-            f"the adapter in {adapter.directory} is a prefix, not a change of weights, so it can't "
-            'be merged; use it with chambers generate or PEFT, or train adapter.kind = "lora"'
-        )
     base = load_checkpoint(directory, dtype=dtype)
     try:
         model = attach_adapter(base, adapter.settings, str(directory))
@@ -41,7 +45,12 @@ def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
             f"the adapter in {adapter.directory} is for a different base model: {error}"
         ) from error
     _untie(model)
-    return model.merge_and_unload(safe_merge=True)
+    try:
+        return model.merge_and_unload(safe_merge=True)
+    except ValueError as error:  # the adapter contains NaN
+        raise AdapterError(
+            f"the adapter in {adapter.directory} can't be merged: {error}"
+        ) from error
 
 
 def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
@@ -54,11 +63,14 @@ def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
         DiskFullError: The model doesn't fit on the disk.
 
     """
-    tokenizer = load_tokenizer(directory)
+    from transformers import AutoTokenizer
+
+    # As it was saved: ``load_tokenizer`` may add a padding token.
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     with replacing(folder) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        for pattern in _LICENSES:
+        for pattern in _LICENCES:
             for file in directory.glob(pattern):
                 shutil.copy(file, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")

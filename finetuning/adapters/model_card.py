@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from yaml import YAMLError
 
-from finetuning.adapters.saved import SavedAdapter
 from finetuning.model.gguf_file import origin_of
-from finetuning.model.names import hub_id
+from finetuning.model.names import hub_id, is_id
 
 
 def model_card(
@@ -27,13 +27,11 @@ def model_card(
     contains the run config without its paths.
     """
     metadata = ModelCardData(
-        base_model=hub_id(base) if "/" in hub_id(base) and not base.startswith("/") else None,
+        base_model=_on_hub(base),
         library_name="peft",
         tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
-    origin = origin_of(Path(directory))
-    stored = f" (GGUF, {origin['quantization']}; SHA-256 {origin['sha256']})" if origin else ""
     settings = "\n".join(f"{key} = {value!r}" for key, value in config.items() if key not in _PATHS)
     return f"""---
 {metadata.to_yaml()}
@@ -43,7 +41,7 @@ def model_card(
 
 Trained with Chambers, on text that stayed with its owners.
 
-- Base model: `{base}`{stored}
+- Base model: `{base}`{_stored(Path(directory))}
 - Rounds: {rounds}
 
 | client | training examples |
@@ -66,8 +64,21 @@ model = PeftModel.from_pretrained(base, ".")  # this folder
 """
 
 
+def _on_hub(name: str) -> str | None:
+    """Return the Hugging Face id of a base model's name in the run config, or None."""
+    name = hub_id(name)
+    return name if "/" in name and is_id(name) else None
+
+
+def _stored(directory: Path) -> str:
+    """Describe the GGUF file that a checkpoint was converted from; empty if there is none."""
+    origin = origin_of(directory)
+    return f" (GGUF, {origin['quantization']}; SHA-256 {origin['sha256']})" if origin else ""
+
+
 def merged_card(
-    adapter: SavedAdapter,
+    adapter: Path,
+    base: str,
     directory: Path,
     dtype: str,
     quantization: str,
@@ -75,19 +86,21 @@ def merged_card(
 ) -> str:
     """Describe a merged model in Markdown with the metadata block of the Hugging Face Hub.
 
-    ``directory`` is the base model's checkpoint, and ``quantization`` that of the weights in
-    training. ``losses`` maps clients to the held-out losses, in nats per token, of the base model
-    and of the adapter. The adapter's own card, with data sizes and run config, is at the end.
+    ``adapter`` is the adapter's folder, ``base`` the base model's name, ``directory`` its
+    checkpoint, and ``quantization`` that of the weights in training. ``losses`` maps clients to the
+    held-out losses, in nats per token, of the base model and of the adapter. The adapter's own
+    card, with data sizes and run config, is at the end.
     """
-    base = hub_id(adapter.base)
-    is_on_hub = "/" in base and not base.startswith("/")
-    licence = _metadata_of(directory).get("license")
+    found = _metadata_of(directory)
+    licence = found.get("license")
+    named = {key: found[key] for key in ("license_name", "license_link") if found.get(key)}
     metadata = ModelCardData(
-        base_model=base if is_on_hub else None,
+        base_model=_on_hub(base),
         library_name="transformers",
         license=licence,
         pipeline_tag="text-generation",
         tags=["federated-learning"],
+        **named,
     )
     quantised = (
         ""
@@ -103,9 +116,9 @@ def merged_card(
 {metadata.to_yaml()}
 ---
 
-# {base.rpartition("/")[2]} with the adapter {adapter.directory.name} merged
+# {Path(base).name} with the adapter {adapter.name} merged
 
-- Base model: `{base}`
+- Base model: `{hub_id(base)}`{_stored(directory)}
 - Licence of the base model: {licence or "not named in its folder; it applies to this model, too"}
 - Precision: {dtype}
 {quantised}{held_out}
@@ -116,7 +129,7 @@ model = AutoModelForCausalLM.from_pretrained(".")  # this folder
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 
-{_described(adapter.directory)}"""
+{_described(adapter)}"""
 
 
 def _metadata_of(directory: Path) -> dict[str, Any]:
@@ -124,7 +137,10 @@ def _metadata_of(directory: Path) -> dict[str, Any]:
     file = directory / "README.md"
     if not file.is_file():
         return {}
-    found: dict[str, Any] = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+    try:
+        found: dict[str, Any] = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, YAMLError):  # a card that only people can read
+        return {}
     return found
 
 
@@ -133,7 +149,7 @@ def _described(directory: Path) -> str:
     file = directory / "README.md"
     if not file.is_file():
         return ""
-    text = re.sub(r"```python.*?```\n*", "", ModelCard.load(file).text, flags=re.DOTALL)
+    text = re.sub(r"\A---\n.*?\n---\n|```python.*?```\n*", "", file.read_text(), flags=re.DOTALL)
     return re.sub(r"^#", "##", text, flags=re.MULTILINE).lstrip()
 
 

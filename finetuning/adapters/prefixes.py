@@ -61,6 +61,11 @@ def _keys_and_values(
     return keys, values
 
 
+def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
+    """Return a prefix for each row with dropout, so rows don't depend on the micro-batch's size."""
+    return torch.nn.functional.dropout(prefix.expand(rows, -1, -1), rate) if rate else prefix
+
+
 def shifted(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return a backbone's inputs with the mask and positions, if any, shifted by ``length``."""
     result = dict(inputs)
@@ -102,7 +107,7 @@ class BlockPrefixes:
         dropout is applied to the prefixes.
         """
         prefixes = {
-            number: torch.nn.functional.dropout(prefix, self._dropout, training)
+            number: with_dropout(prefix, rows, self._dropout * training)
             for number, prefix in self._blocks.items()
         }
         cache = prefix_cache(

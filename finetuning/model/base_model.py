@@ -131,7 +131,7 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, trust_remote_code=False, output_loading_info=True, **arguments
         )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the checkpoint is fine
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error

@@ -50,11 +50,12 @@ class _Float32Products(TorchFunctionMode):
         if func is not linear or args[1].dtype == torch.float32:
             return func(*args, **(kwargs or {}))
         given, weight, bias = (*args, None)[:3]
+        given = given.float()  # some heads convert hidden states to the type of the matrix
         product = given.new_empty(*given.shape[:-1], len(weight))
         rows = max(1, _WEIGHT_BYTES // (4 * weight.shape[1]))
         for part, matrix in zip(product.split(rows, -1), weight.split(rows), strict=True):
             part.copy_(given @ matrix.float().T)
-        return product if bias is None else product + bias
+        return product if bias is None else product + bias.float()
 
 
 def output_head(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.adapters.prefixes import columns_of, prefix_cache, shifted
+from finetuning.adapters.prefixes import columns_of, prefix_cache, shifted, with_dropout
 from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
@@ -232,9 +232,8 @@ class WholeModel:
             from transformers import DynamicCache
 
             return DynamicCache(config=self._config)
-        prefix = torch.nn.functional.dropout(
-            self._prefix, self._prefix_dropout, self.peft_model.training
-        )
+        rate = self._prefix_dropout * self.peft_model.training
+        prefix = with_dropout(self._prefix, rows, rate)
         blocks = dict(enumerate(torch.split(prefix, columns_of(self._config), dim=-1)))
         return prefix_cache(
             prefixes=blocks,

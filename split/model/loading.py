@@ -157,7 +157,7 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
         model, report = kind.from_pretrained(
             None, config=config, state_dict=state, output_loading_info=True, **arguments
         )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the checkpoint is fine
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BaseModelError(f"{kind.__name__} can't be loaded in parts: {error}") from error

@@ -1,6 +1,7 @@
 """``chambers merge``: other programs load the folder, whose model answers as the adapter's does."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.chambers.conftest import refused, told, write_run
+from chambers.__main__ import main
+from tests.chambers.conftest import another_user, refused, told, write_run
 from tests.conftest import write_checkpoint
 
 PROMPT = "the court holds that"
@@ -64,13 +67,14 @@ def test_precision_is_the_checkpoint_s_or_chosen(run_folder, base, tmp_path, cap
     model.save_pretrained(half)
     run = write_run(tmp_path / "run", half, **{"model.quantization": "nf4"})
     adapter = run / "adapters" / "global"
-    shown = told(capsys, "merge", adapter, tmp_path / "as-stored")
-    assert "quantised to nf4" in shown and "in float16" in shown
+    assert main(["merge", str(adapter), str(tmp_path / "as-stored")]) == 0
+    assert "quantised to nf4" in capsys.readouterr().err
+    card = (tmp_path / "as-stored" / "README.md").read_text()
+    assert "Precision: float16" in card and "quantised to nf4" in card
     assert json.loads((tmp_path / "as-stored" / "config.json").read_text())["dtype"] == "float16"
     told(capsys, "merge", adapter, tmp_path / "chosen", "--dtype", "float32")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "chosen", dtype="auto")
     assert stored.dtype == torch.float32
-    assert "nf4" in (tmp_path / "chosen" / "README.md").read_text()
 
 
 def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):
@@ -96,6 +100,19 @@ def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):
         assert (folder / "LICENSE").read_text() == "Apache License"
 
 
+def test_a_copied_adapter_is_merged_with_a_warning(run_folder, base, tmp_path, capsys):
+    """Cards that are not for machines are no obstacle."""
+    other, copied = tmp_path / "other", tmp_path / "copied"
+    shutil.copytree(base, other)
+    shutil.copytree(run_folder / "adapters" / "global", copied)
+    for folder in (other, copied):
+        (folder / "README.md").write_text("---\nlicense: [\n---\n# A name\n")
+    assert main(["merge", str(copied), str(tmp_path / "merged"), "--model", str(other)]) == 0
+    assert "is not in a run's folder" in capsys.readouterr().err
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert f"Base model: `{other}`" in card and "## A name" in card
+
+
 def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_path, capsys):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
     assert "no folder /nowhere" in refused(capsys, "merge", "/nowhere", folder)
@@ -106,6 +123,15 @@ def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_
     get_peft_model(whole, prefix).save_pretrained(tmp_path / "prefix")
     reason = refused(capsys, "merge", tmp_path / "prefix", folder, "--model", base)
     assert "is a prefix" in reason and "PEFT" in reason
+    broken = tmp_path / "broken"
+    shutil.copytree(adapter, broken)
+    weights = load_file(broken / "adapter_model.safetensors")
+    save_file({n: w * torch.nan for n, w in weights.items()}, broken / "adapter_model.safetensors")
+    assert "NaN" in refused(capsys, "merge", broken, folder, "--model", base)
+    (tmp_path / "closed").mkdir(mode=0o555)
+    with another_user():
+        assert main(["merge", str(adapter), str(tmp_path / "closed" / "merged")]) == 2
+    assert "ermission" in capsys.readouterr().err
     assert not folder.exists()
 
 

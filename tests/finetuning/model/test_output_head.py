@@ -33,11 +33,15 @@ def test_chunks_of_targets_equal_all_at_once(random_model):
 
 
 @torch.no_grad()
-def test_scores_of_a_bfloat16_head_are_float32(random_model):
-    """The matrix is converted in three parts."""
+@pytest.mark.parametrize("casts", [False, True])
+def test_scores_of_a_bfloat16_head_are_float32(random_model, casts):
+    """The matrix is converted in three parts. Some models convert the hidden states to its type."""
     model = random_model(
-        "cohere", vocab_size=2**16, hidden_size=128, num_hidden_layers=1
+        "cohere", vocab_size=2**16 + 5, hidden_size=128, num_hidden_layers=1
     ).bfloat16()
+    if casts:
+        convert = model.lm_head.forward
+        model.lm_head.forward = lambda given: convert(given.bfloat16())
     chosen, labels = torch.randn(5, 128).bfloat16(), torch.randint(2**16, (5,))
     logits = chosen.double() @ model.lm_head.weight.double().T * model.config.logit_scale
     found, likeliest = target_log_probabilities(output_head(model), chosen, labels)
