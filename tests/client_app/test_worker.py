@@ -139,6 +139,7 @@ def test_a_reply_is_addressed_as_without_a_worker(worker, request_):
     assert one == other
 
 
+@pytest.mark.slow
 def test_memory_threads_and_files_do_not_grow_with_messages(worker, request_):
     process = psutil.Process(worker.process.pid)
     context = request_.context(worker.socket)

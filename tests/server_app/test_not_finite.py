@@ -66,6 +66,7 @@ def test_the_last_good_one_stays_and_is_resumed(
     assert events(good) == events(broken)
 
 
+@pytest.mark.slow
 def test_one_client_alone_can_not_veto_an_adapter(values, here_and_there):
     """Nor can it where it is the only one that replies, of two."""
     here, there = here_and_there

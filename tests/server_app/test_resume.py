@@ -102,7 +102,7 @@ def events(directory: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("strategy", "adapter", "optimizer_state", "stop"),
     [
-        ("serial", "lora", "keep", (2, True)),
+        pytest.param("serial", "lora", "keep", (2, True), marks=pytest.mark.slow),
         pytest.param("hierarchical", "lora", "keep", (2, False), marks=pytest.mark.slow),
         *(
             nightly(*case)
