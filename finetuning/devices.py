@@ -73,7 +73,7 @@ def to_host(
 def memory_problem(error: RuntimeError, remedy: str) -> str:
     """Return what didn't fit, where, and the remedy, without the other processes in CUDA's text."""
     found = str(error).split(". ")
-    return f"out of memory: {'. '.join(found[1:3] or found)}; {remedy}"
+    return f"out of memory: {'. '.join(found[1:3] or found).rstrip('.')}; {remedy}"
 
 
 def is_broken() -> bool:
