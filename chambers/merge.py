@@ -1,4 +1,4 @@
-"""``chambers merge``: fold an adapter into its base model."""
+"""``chambers merge``: merge an adapter into its base model."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ from finetuning.adapters.saved import SavedAdapter, read_adapter
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Fold an adapter into its base model.
+    """Merge an adapter into its base model.
 
     \b
       chambers merge runs/…/adapters/global models/court
@@ -40,6 +40,8 @@ class Merge:
         """Write the merged model."""
         if self.folder.exists():
             raise CommandError(f"{self.folder} exists; name a folder that doesn't")
+        if any(parent.is_file() for parent in self.folder.absolute().parents):
+            raise CommandError(f"{self.folder} can't be written: a folder above it is a file")
         above = existing(self.folder.absolute().parent)
         if not os.access(above, os.W_OK):
             raise CommandError(f"{self.folder} can't be written: no permission in {above}")

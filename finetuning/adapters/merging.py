@@ -77,7 +77,7 @@ def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
 
 
 def _untie(model: Any) -> None:
-    """Give the output layer its own weights if it shares the embeddings and one is adapted."""
+    """Untie the output layer's weights from the token embeddings if either is adapted."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     embeddings, output = (getattr(layer, "base_layer", layer) for layer in layers)
     if layers != [embeddings, output] and embeddings.weight is output.weight:

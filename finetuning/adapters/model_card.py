@@ -149,7 +149,9 @@ def _described(directory: Path) -> str:
     file = directory / "README.md"
     if not file.is_file():
         return ""
-    text = re.sub(r"\A---\n.*?\n---\n|```python.*?```\n*", "", file.read_text(), flags=re.DOTALL)
+    text = re.sub(
+        r"\A---\n.*?\n---\n|```python.*?```\n*", "", file.read_text("utf-8"), flags=re.DOTALL
+    )
     return re.sub(r"^#", "##", text, flags=re.MULTILINE).lstrip()
 
 

@@ -62,7 +62,10 @@ def _keys_and_values(
 
 
 def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
-    """Return a prefix for each row with dropout, so rows don't depend on the micro-batch's size."""
+    """Apply dropout to a prefix, (length, columns), for each row: (rows, length, columns).
+
+    The prefix is returned unchanged if the rate is 0.
+    """
     return torch.nn.functional.dropout(prefix.expand(rows, -1, -1), rate) if rate else prefix
 
 

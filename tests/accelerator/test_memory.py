@@ -86,7 +86,7 @@ def test_a_client_learns_that_the_server_has_no_room(device, base, beginning, sc
         (account,) = server.finish_lanes()
         assert remedy in account.error
         assert device.used(1) <= used, "nothing is kept"
-        assert not train("gamma"), "with room, the server goes on"
+        assert not train("gamma"), "with room, the server trains the next client"
 
 
 def test_a_worker_ends_after_a_failed_kernel(device, site, tmp_path):
