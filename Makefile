@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
+# Tests start hundreds of processes: without Python's cache of compiled files, each compiles the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-accelerator test-all lint clean
 
