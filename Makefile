@@ -14,7 +14,7 @@ demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
 demo: $(VENV)/installed
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
 
-# Tests wait for other processes from time to time, so one more runs than there are cores.
+# Tests sometimes wait for other processes, so one more worker runs than there are cores, but at most 4.
 WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 
 # A file's tests share fixtures and imports, so most of them should run in the same process.
