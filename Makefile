@@ -14,7 +14,7 @@ demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
 demo: $(VENV)/installed
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
 
-# Tests sometimes wait for other processes, so one more worker runs than there are cores, but at most 4.
+# Tests sometimes wait for other processes, so there is one more worker than cores, but at most four.
 WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 
 # A file's tests share fixtures and imports, so most of them should run in the same process.
@@ -26,7 +26,7 @@ test: $(VENV)/installed
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m "slow and not nightly" -n 4 --dist worksteal $(PYTEST)
 
-# A process of its own, because torch must have the fake devices before the project is imported.
+# Use a separate process, because torch must have the fake devices before the project is imported.
 ACCELERATOR = $(BIN)/python -m pytest -p tests.accelerator.plugin tests/accelerator
 test-accelerator: $(VENV)/installed
 	$(ACCELERATOR) -m "not nightly"

@@ -65,7 +65,7 @@ class RandomClients(InProcessGrid):
         super().__init__({}, {node: {} for node in range(1, clients + 1)})
         self._blocks = blocks
         self._messages: dict[str, Message] = {}
-        self.seconds = 0.0  # spent on generating replies
+        self.seconds = 0.0  # time spent on generating replies
 
     def _ask(self, messages: Iterable[Message]) -> None:
         self._messages = {each.metadata.message_id: each for each in messages}

@@ -110,10 +110,10 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["1b", "3b", "7b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
-    parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
+    parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
     parser.add_argument("--quantization", choices=["none", "nf4", "int8"], default="none")
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--columns", type=int, default=512, help="tokens of an example")
+    parser.add_argument("--columns", type=int, default=512, help="number of tokens per example")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
     devices_of(arguments.device)  # refuse a machine without a GPU before anything is written

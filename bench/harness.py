@@ -22,7 +22,7 @@ WARM_UP = 2
 ANSWER_SECONDS = 900.0
 _WIDTH = 400  # columns of the console; rows are never wrapped
 _Result = TypeVar("_Result")
-_made: list[Any] = []  # in a worker's process: the object it has made
+_made: list[Any] = []  # in a worker's process, the object that it has made
 
 
 class Worker:
@@ -33,7 +33,7 @@ class Worker:
     """
 
     def __init__(self, cores: Collection[int], make: Callable[..., Any], *arguments: Any) -> None:
-        # Inherited by the process and its threads.
+        # The process and its threads inherit these variables.
         os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
         self._pool = ProcessPoolExecutor(
             1, get_context("spawn"), initializer=_set_up, initargs=(make, arguments)
@@ -67,16 +67,16 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The process isn't asked to end, because it may be waiting for one that has ended.
+        # Kill the process: it may be waiting for one that has ended, and would ignore a request.
         for process in list((self._pool._processes or {}).values()):
             process.kill()
         self._pool.shutdown()
 
 
 def _set_up(make: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent process kills this one
     torch.set_num_threads(1)
-    tqdm.set_lock(RLock())  # tqdm's own lock would outlive this process, which is killed
+    tqdm.set_lock(RLock())  # tqdm's default lock, a semaphore, would outlive a killed process
     _made.append(make(*arguments))
 
 

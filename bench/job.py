@@ -35,23 +35,23 @@ from split.settings import SplitSettings
 
 ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 FLOAT32 = ModelSettings(dtype="float32")
-LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds: longer than any measurement
+LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds; longer than any measurement takes
 
 
 @dataclass(frozen=True)
 class Job:
     """What a process trains: the checkpoint, the examples and the settings."""
 
-    directory: Path  # of the checkpoint
+    directory: Path  # directory of the checkpoint
     shape: Shape
-    steps: int  # of the optimizer
+    steps: int  # number of optimizer steps
     examples: "Callable[[Job], list[Example]]"
     adapter: AdapterSettings = ADAPTER
     learning_rate: float = 2e-4
     model: ModelSettings = FLOAT32  # the model's name is not used
-    client_device: str = "cpu"  # of heads, tails and whole models
+    client_device: str = "cpu"  # device of heads, tails and whole models
     server_device: str = "cpu"
-    seed: int = SEED  # of random examples, of the initial adapter and of dropout
+    seed: int = SEED  # seed of random examples, the initial adapter and dropout
 
     @property
     def settings(self) -> TrainSettings:

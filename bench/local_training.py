@@ -32,7 +32,7 @@ from finetuning.settings import TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import OptimizerState
 
-# FedJudge's table 1: mean input and output tokens of court, consultation and reasoning.
+# Mean numbers of input and output tokens: court, consultation, reasoning (FedJudge, table 1).
 _KINDS = ((480, 288), (57, 209), (136, 221))
 _SPREAD = 0.5  # standard deviation of the logarithm of a length
 _LONGEST = 800
@@ -192,7 +192,7 @@ def compare(job: Job) -> list[str]:
 def main() -> None:
     """Compare with a large and a small vocabulary, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=15, help="steps that are measured")
+    parser.add_argument("--pairs", type=int, default=15, help="number of measured pairs of steps")
     pairs = parser.parse_args().pairs
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)

@@ -104,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = range(arguments.seeds)
     table = make_table(
-        f"{arguments.model}, one round; mean over seeds ({arguments.seeds}), and the lowest",
+        f"{arguments.model}, one round; mean over {arguments.seeds} seeds, and the lowest value",
         *("rows", "told by loss", "told by gradient"),
     )
     found = [measure(ModelSettings(name=arguments.model), seed) for seed in seeds]

@@ -48,7 +48,7 @@ _CLIENT = Shape(hidden=1024, blocks=12)
 _SERVER = Shape(hidden=1024, blocks=8, vocabulary=1000, micro_batches=2)
 _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_batches=1)
 _LANES = 8
-_ROOM = 2  # micro-batches within the activation budget
+_ROOM = 2  # number of micro-batches within the activation budget
 _STEPS = 2
 _TARGETS_AT_ONCE = 256  # as in finetuning.model.output_head
 _MEGABYTE = 1e6
@@ -170,7 +170,7 @@ def main() -> None:
             for shape in (_MINIATURE, _CLIENT, _SERVER)
         )
         for name, variables in _ALLOCATORS.items():
-            os.environ |= variables  # inherited by the processes
+            os.environ |= variables  # processes inherit these variables
             add_client(clients, name, client_memory(client, miniature, cores), logits)
             both = {lanes: server_memory(server, miniature, cores, lanes) for lanes in (1, _LANES)}
             add_servers(servers, name, both)

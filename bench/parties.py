@@ -206,7 +206,7 @@ class _Turns:
         """Wait for a turn's end, and return its mean loss; the first call only awaits the start."""
         loss = self._ends.get()
         if self.result.done():
-            self.result.result()  # raises its error
+            self.result.result()  # raises the error, if any, of the training
         return loss
 
     def _end(self) -> None:
@@ -246,7 +246,7 @@ class Server:
 
     def settle(self) -> None:
         """Wait until all work is done."""
-        # This goes through the compute thread's queue, so it returns after the optimizer step.
+        # The request waits in the compute thread's queue until the optimizer step is done.
         self._server.state_of(self._names[0])
         _wait_for_gpus()
 

@@ -113,7 +113,7 @@ def _loss(
     model = WholeModel(attach_adapter(base.model, config.adapter, base.reference))
     losses = []
     for index, institution in enumerate(institutions):
-        # A new adapter has no effect.
+        # A new adapter has no effect, so without adapters the base model is measured.
         if adapters is not None:
             load_adapter(model.peft_model, adapters[index])
         size = config.evaluate.batch_size

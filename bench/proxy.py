@@ -11,7 +11,7 @@ from asyncio import StreamReader, StreamWriter
 from threading import Thread
 
 _HOST = "127.0.0.1"
-_AT_ONCE = 2**20  # bytes
+_AT_ONCE = 2**20  # maximum bytes to read at once
 
 
 class Proxy:
@@ -26,7 +26,7 @@ class Proxy:
 
     def __init__(self, address: str, delay: float, gigabits: float) -> None:
         self._target = address.rpartition(":")[::2]
-        self._delay, self._rate = delay, gigabits * 1e9 / 8  # bytes per second
+        self._delay, self._rate = delay, gigabits * 1e9 / 8  # in seconds and bytes per second
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, daemon=True).start()
         listening = asyncio.start_server(self._connect, _HOST, 0, limit=_AT_ONCE)
@@ -46,12 +46,12 @@ class Proxy:
 
     async def _carry(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Deliver each piece that is read after the line's delay, and then close the connection."""
-        free = 0.0  # time when the line has capacity again
+        free = 0.0  # time at which the line has finished sending
         try:
             while data := await reader.read(_AT_ONCE):
                 free = max(free, self._loop.time()) + len(data) / self._rate
                 self._loop.call_at(free + self._delay, writer.write, data)
         finally:
-            # Slightly later than the last bytes, which may be scheduled for exactly this time.
+            # Close a millisecond after the last bytes are due, so that they are written first.
             end = max(free, self._loop.time()) + self._delay + 1e-3
             self._loop.call_at(end, writer.close)

@@ -28,7 +28,7 @@ from finetuning.generated import STYLES, examples
 from tests.deployment.deployment import CHECKOUT
 
 _CLIENTS = STYLES[:2]
-_STEPS, _ROUNDS = 150, 4  # the first round is excluded
+_STEPS, _ROUNDS = 150, 4  # steps per round; rounds, of which the first is not measured
 _ROWS = {"train": 200, "test": 4}
 _CONFIG: Mapping[str, Any] = {
     "strategy": "fedjudge-base",
@@ -126,7 +126,7 @@ def main() -> None:
         ratio = median(seconds / training for seconds, training in own)
         seconds, training = map(median, zip(*own, strict=True))
         rounds.add_row(name, f"{seconds:.1f}", f"{training:.1f}", f"{ratio:.3f}")
-    show(f"{len(_CLIENTS)} clients, {_STEPS} steps per round, tiny", rounds)
+    show(f"{len(_CLIENTS)} clients, {_STEPS} steps per round, model `tiny`", rounds)
 
 
 if __name__ == "__main__":

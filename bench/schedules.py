@@ -40,7 +40,7 @@ from split.settings import SplitSettings
 
 SCHEDULES = ("client-batch", "hierarchical", "serial")
 TARGETS = {"client-batch": "≥ 0.97"}
-_TOLERANCE = 1e-2  # of the first loss
+_TOLERANCE = 1e-2  # maximum difference between first losses
 
 
 def stacked(job: Job, clients: int) -> Job:
@@ -112,7 +112,7 @@ def main() -> None:
     """Measure all numbers of clients, one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--pairs", type=int, default=15, help="turns that are measured")
+    parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
     arguments = parser.parse_args()
     core = {max(os.sched_getaffinity(0))}
     shape = Shape(vocabulary=2000)
@@ -136,7 +136,7 @@ def main() -> None:
                     server = [f"{seconds / samples:.3f}", f"{whole.summary()[2] / seconds:.2f}"]
                 table.add_row(str(clients), side.name, rate, *ratios(whole, side), target, *server)
             table.add_section()
-    show(f"{shape}, {arguments.pairs} turns, wire {split.wire_dtype}, seed {SEED}", table)
+    show(f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}", table)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ class Shape:
     hidden: int = 512  # a multiple of ``head_width``
     blocks: int = 8
     vocabulary: int = 8000
-    rows: int = 2  # of a micro-batch
-    columns: int = 256  # tokens of each row, without padding
-    micro_batches: int = 4  # of an optimizer step
-    head_width: int = 64  # of the attention heads
+    rows: int = 2  # number of rows of a micro-batch
+    columns: int = 256  # number of tokens of each row; there is no padding
+    micro_batches: int = 4  # number of micro-batches of an optimizer step
+    head_width: int = 64  # width of an attention head
 
     @property
     def tokens(self) -> int:
@@ -62,5 +62,5 @@ class Shape:
                 f"the random weights take {needed / 1e9:.1f} GB and {directory} has "
                 f"{free / 1e9:.1f} GB free; set TMPDIR to a larger disk, or choose a smaller --size"
             )
-        # Files are about as large as a block: while a file is read, its pages count as memory.
+        # Save about one block per file, since a file's pages count as memory while it is read.
         model.save_pretrained(directory, max_shard_size=needed // self.blocks)

@@ -86,7 +86,7 @@ def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabular
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5, help="turns that are measured")
+    parser.add_argument("--pairs", type=int, default=5, help="number of measured turns")
     pairs = parser.parse_args().pairs
     core = {max(os.sched_getaffinity(0))}
     os.sched_setaffinity(0, core)
@@ -107,7 +107,7 @@ def main() -> None:
         pids = [os.getpid(), server.pid, proxy.pid]
         table = measure(models=models, pids=pids, pairs=pairs, vocabulary=shape.vocabulary)
     show(
-        f"{_ROWS} prompts of {_PROMPT} tokens, {_NEW} new ones each; Llama with hidden size "
+        f"{_ROWS} prompts of {_PROMPT} tokens, {_NEW} new tokens each; Llama with hidden size "
         f"{shape.hidden} and {shape.blocks} blocks, the first and the last at the client",
         table,
     )

@@ -122,8 +122,8 @@ def recorded(
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=15, help="steps that are measured")
-    parser.add_argument("--record", type=Path, help="file for the result as JSON")
+    parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
+    parser.add_argument("--record", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     shape = Shape()
@@ -140,12 +140,12 @@ def main() -> None:
         "float32": difference(exact, whole.losses),
     }
     show(
-        f"{shape}, {arguments.pairs} pairs of steps, wire {split.wire_dtype}, seed {SEED}",
+        f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
         compared(whole, sides),
         f"at most {most / 1000:.1f} kilobytes per step in both directions, "
         f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes",
         *(
-            f"largest difference of the first {_COMPARED} losses, wire {wire}: {own:.1e}"
+            f"largest difference of the first {_COMPARED} losses, wire type {wire}: {own:.1e}"
             for wire, own in differences.items()
         ),
     )

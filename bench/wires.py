@@ -24,7 +24,7 @@ from split.protocol.frames import WireType
 from split.settings import SplitSettings
 
 _SHAPE = Shape(hidden=256, blocks=6, vocabulary=1000, columns=128)
-_LAST = 10  # steps whose mean loss is compared
+_LAST = 10  # number of last steps whose mean loss is compared
 _USED_TOKENS = 50
 _NOISE = 0.1
 _TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"

@@ -40,7 +40,7 @@ def main(folder: str, checkpoint: str = "tiny") -> None:
     rows = [Row(parse_messages(value), f"row {n}", {}) for n, value in enumerate(values)]
     text, _ = tokenize(rows, load_tokenizer(directory), 256)
     columns = max(len(example.tokens) for example in text)
-    longest = TRAIN.batch_size * columns  # of a micro-batch, in padded tokens
+    longest = TRAIN.batch_size * columns  # maximum padded tokens of a micro-batch
     with split.serve(
         directory=directory,
         model=MODEL,

@@ -29,17 +29,17 @@ from finetuning.model.fingerprint import digest, fingerprint
 def main() -> None:
     """Measure the missing cells, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny", help="as model.name")
+    parser.add_argument("--model", default="tiny", help="base model, as in model.name")
     parser.add_argument(
         "--data",
         nargs="+",
         default=[GENERATED],
-        help="'generated', or folders of BoolQ; the first gets all attacks; each other gets only "
-        "the decoders and the search, for each number of head blocks",
+        help="data sets: 'generated', or folders with BoolQ's files; all attacks are run on the "
+        "first; on the others, only the decoders and the search, for each number of head blocks",
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))
-    parser.add_argument("--document", type=Path, help="folder for the results, such as docs")
+    parser.add_argument("--document", type=Path, help="folder for tables and plots, such as docs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()

@@ -9,29 +9,29 @@ from typing import Any, Literal
 from bench.attack.observed import Seen
 from split.protocol.frames import WireType
 
-# A decoder (linear or Transformer), the search through the public head, optimisation, labels from
-# gradients, or the loss of training with noise.
+# What is measured: a decoder (linear or Transformer), the search through the public head,
+# optimisation, labels read from gradients, or the loss before and after training with noise.
 Attack = Literal["linear", "transformer", "search", "optimisation", "gradient", "loss"]
 HEAD_BLOCKS = (0, 1, 2, 3, 6)
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
-TUNED = (1, 3)  # numbers of head blocks measured with a private adapter
+TUNED = (1, 3)  # numbers of head blocks with which a private adapter is measured
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Amounts of data and computation in each cell."""
 
-    texts: int = 150  # of the colluding client, for training a decoder
-    longest: int = 48  # maximum attacked tokens of a text, after the common beginning
-    decoded: int = 30  # texts that a decoder reads
-    searched: int = 2  # texts that the search reads
-    optimised: int = 1  # texts that the optimisation reads
+    texts: int = 150  # number of the colluding client's texts, for training a decoder
+    longest: int = 48  # maximum number of attacked tokens per text, after the common beginning
+    decoded: int = 30  # number of texts that a decoder reads
+    searched: int = 2  # number of texts that the search reads
+    optimised: int = 1  # number of texts that the optimisation reads
     optimisation_steps: int = 100
-    labelled: int = 1  # texts whose labels are read from gradients
-    labels: int = 12  # how many labels are read per text, counted from its end
-    steps: int = 8  # of training with noise
-    measured: int = 12  # held-out examples whose loss is measured
-    max_candidates: int = 4096  # for each token in the search
+    labelled: int = 1  # number of texts whose labels are read from gradients
+    labels: int = 12  # number of labels to read per text: the last ones
+    steps: int = 8  # number of steps of training with noise
+    measured: int = 12  # number of held-out examples whose loss is measured
+    max_candidates: int = 4096  # maximum number of candidates per token in the search
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Cell:
     wire: WireType = "bfloat16"  # data type of hidden states and gradients in transit
     noise: float = 0.0  # ``split.noise``
     seen: Seen = "hidden states"  # input of the attack; "nothing" means random numbers
-    tuned: bool = False  # the client's head has an adapter that the attacker doesn't have
-    seed: int = 0  # of the attack and of the choice of texts, or of training
+    tuned: bool = False  # whether the client's head has an adapter that the attacker lacks
+    seed: int = 0  # seed of the attack and of the choice of texts, or of training
 
     @property
     def name(self) -> str:

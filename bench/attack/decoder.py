@@ -18,7 +18,7 @@ DecoderKind = Literal["linear", "transformer"]
 _HEADS = 4
 _MAX_COLUMNS = 256
 _MAXIMUM_NORM = 1.0
-_ROWS = 16  # texts per optimizer step
+_ROWS = 16  # number of texts per optimizer step
 _WIDTH = 256  # hidden size of the Transformer block
 _LEARNING_RATE = 2e-3  # initial rate of AdamW; it decreases linearly to zero
 

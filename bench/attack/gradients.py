@@ -44,7 +44,7 @@ def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
         batch=batch,
         scale=1 / len(batch.labels),
     )
-    assert middle.grad is not None  # a text has targets
+    assert middle.grad is not None  # every text has targets
     return middle.grad
 
 
@@ -66,7 +66,7 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
     for position, row in zip(positions[::-1], probable[-count:].flip(0), strict=True):
         known[0, position] = sent.scale * row
         (computed,) = torch.autograd.grad(output, given, known, retain_graph=True)
-        # Gradient of the label's logit, which is the label's entire contribution.
+        # All that the label contributes is the gradient of its logit.
         difference = (computed[0, position] - sent.gradient[position]) / sent.scale
         label = _nearest(matrix, before.jacobian(position), difference)
         known[0, position] -= sent.scale * matrix[label]

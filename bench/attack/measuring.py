@@ -28,7 +28,7 @@ from split.settings import SplitSettings
 
 _FLOAT32 = ModelSettings(dtype="float32")
 _SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
-# Limit for heads with an adapter: then no candidate is near enough to end the search early.
+# Maximum number of candidates if the head has an adapter, because then none ends a search early.
 _MAX_WITHOUT_ADAPTER = 64
 
 
@@ -39,7 +39,7 @@ class Attacked:
         self._directory = directory
         self._texts = texts
         self._sizes = sizes
-        # Consecutive cells use one head, with the client's adapter and without an adapter.
+        # Consecutive cells share a head, which is loaded with the client's adapter and without one.
         self._head = functools.lru_cache(maxsize=2)(self._load_head)
         self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
         self._search = functools.lru_cache(maxsize=1)(self._prepare_search)

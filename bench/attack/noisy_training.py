@@ -31,9 +31,9 @@ ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 class NoisyRun:
     """The result of training; the noise is also on while held-out losses are measured."""
 
-    loss_before: float  # of the base model
-    loss_after: float  # of the trained model
-    adapter: State  # of the whole model
+    loss_before: float  # held-out loss of the base model
+    loss_after: float  # held-out loss of the trained model
+    adapter: State  # adapter of the whole model
 
 
 def train_with_noise(

@@ -22,7 +22,7 @@ _SIMILAR = 64
 _FREQUENT = 512
 _FACTOR = 4
 _INT8_STEPS = 127
-# Relative rounding errors. For float32, the client's matrix products may round differently.
+# Relative rounding errors; with float32, those of matrix products, which depend on the machine.
 _ROUNDING = {"bfloat16": 2.0**-9, "float32": 1e-4}
 _MARGIN = 1.2
 
@@ -37,7 +37,7 @@ class PublicHead:
         head.train(False)
         self._head = head
         self._beginning = beginning
-        # Outputs for each token right after the known beginning; they rank candidates everywhere.
+        # Each token's output right after the known beginning; ranks candidates at all positions.
         self._table = self._outputs(self._start(), len(beginning), torch.arange(vocabulary))
         self._center = self._table.mean(0)
         self._table -= self._center

@@ -16,7 +16,7 @@ from finetuning.generated import examples
 
 GENERATED = "generated"
 _COLLUDING, _ATTACKED = "court", "consultation"
-_LONGEST = 192  # maximum tokens of an example; the input is truncated first
+_LONGEST = 192  # maximum number of tokens of an example; the input is truncated first
 
 
 class Texts:
@@ -29,8 +29,7 @@ class Texts:
         self.tokenizer = tokenizer
         self.padding = int(tokenizer.pad_token_id)
         parts = (tokenize(rows, tokenizer, _LONGEST)[0] for rows in (colluding, attacked, own))
-        # The colluding client gives the attacker its texts and hidden states. The attacked client
-        # has held-out texts and training texts.
+        # The texts that the attacker knows; the attacked client's held-out and training texts.
         self.colluding, self.attacked, self.own = parts
         # Lengths of the common beginnings, in tokens.
         self.known_of_colluding, self.known = _common(self.colluding), _common(self.attacked)

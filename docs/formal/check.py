@@ -87,7 +87,7 @@ def closed(text: str) -> tuple[str, str]:
         depth += (character == "(") - (character == ")")
         if not depth:
             return text[:place], text[place + 1 :]
-    raise ValueError(f"a bracket is open: {text}")
+    raise ValueError(f"a bracket is not closed: {text}")
 
 
 def arguments(text: str) -> list[str]:
