@@ -114,11 +114,11 @@ def _reason(error: UserError | OSError | RuntimeError) -> str:
         return str(error)
     if isinstance(error, OSError):
         return described(error)
-    if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which has been imported
+    if type(error).__name__ == "OutOfMemoryError":  # by name: importing PyTorch is slow
         from finetuning.devices import memory_problem
 
         return memory_problem(error, "use a smaller model or batch, or --quantization nf4")
-    if "home directory" not in str(error):  # the message of pathlib
+    if "home directory" not in str(error):  # pathlib's message for an unknown home
         raise error
     return "the home directory of a path that begins with ~ is unknown; write the path in full"
 

@@ -16,7 +16,7 @@ from finetuning.model.names import TINY, resolve
 # SuperLink, Ray and ServerApp.
 _ACTOR_BYTES = 400 * 2**20
 _REST_BYTES = 3 * 2**30
-# Flower 1.41 passes messages to actors from a ThreadPoolExecutor with the default size.
+# Flower 1.41 uses a ThreadPoolExecutor of the default size: min(cores + 4, 32) threads.
 _MORE_THAN_CORES, _MAX_AT_ONCE = 4, 32
 
 
@@ -25,7 +25,7 @@ class Machine:
     """Resources that a simulation may use."""
 
     cores: int
-    memory: int  # available, in bytes
+    memory: int  # available memory in bytes
     gpus: int = 0  # number of GPUs that PyTorch can use
 
 
@@ -65,8 +65,8 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
         raise CommandError(
             f"{what} trains all {clients} clients at once, but this machine can simulate only "
             f"{min(in_memory, by_flower)}: its available memory is enough for {in_memory}, and "
-            f"Flower runs at most {by_flower} on {machine.cores} cores. Simulate fewer (--clients "
-            'N), or use split.schedule = "serial"'
+            f"Flower runs at most {by_flower} on {machine.cores} cores. Simulate fewer clients "
+            '(--clients N), or use split.schedule = "serial"'
         )
     return clients
 

@@ -27,7 +27,7 @@ class Convert:
     target: Annotated[Path, argument("TARGET")]
     chatglm_version: Annotated[
         Literal["2", "3"] | None,
-        option("Version of ChatGLM; needed if config.json and the folder's name don't say."),
+        option("Version of ChatGLM; needed if config.json and the folder's name don't state it."),
     ] = None
 
     def __call__(self) -> int:
@@ -50,7 +50,7 @@ class Convert:
             raise CommandError(f"{self.source}: {error}") from error
         except OSError as error:
             raise CommandError(f"{target} can't be written: {error}") from error
-        print(f"{target}: {plan.model} as {plan.config.architectures[0]}; to use it:")
+        print(f"{target}: {plan.model}, converted to {plan.config.architectures[0]}; to use it:")
         print(f"  chambers train model.name={target.absolute()} …")
         return 0
 

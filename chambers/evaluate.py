@@ -65,33 +65,33 @@ class Evaluate(BaseModelOptions):
     ]
     data: Annotated[
         Path | None,
-        option("Folder with the tasks' files; not for lm-evaluation-harness's tasks.", "FOLDER"),
+        option("Folder with the tasks' files; unused by tasks of lm-evaluation-harness.", "FOLDER"),
     ] = None
     include: Annotated[
-        Path | None, option("Folder with more tasks for lm-evaluation-harness (YAML).", "FOLDER")
+        Path | None, option("Folder with YAML files of more lm-evaluation-harness tasks.", "FOLDER")
     ] = None
     invitation: Annotated[
-        Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")
+        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
     ] = None
     limit: Annotated[
         int | None, option("Score only the first N rows of each file; default: all.", "N")
     ] = None
     batch_tokens: Annotated[
-        int, option("Maximum number of padded tokens computed at once; default 8192.", "N")
+        int, option("Maximum number of padded tokens processed at once; default 8192.", "N")
     ] = 8192
     max_length: Annotated[
         int,
         option(
-            "Longest prompt of a task with generated answers, in tokens; longer prompts are "
-            "truncated at the end. Default 2048.",
+            "Maximum length in tokens of a prompt of a task with generated answers; longer prompts "
+            "are truncated at the end. Default 2048.",
             "N",
         ),
     ] = 2048
-    max_new_tokens: Annotated[int, option("Longest answer in tokens; default 256.", "N")] = 256
+    max_new_tokens: Annotated[int, option("Maximum tokens per answer; default 256.", "N")] = 256
     bertscore: Annotated[
         str | None,
         option(
-            "Encoder with which BERTScore also scores generated answers; needs "
+            "Also score generated answers with BERTScore, which uses this encoder; needs "
             "chambers[bertscore].",
             "ID_OR_FOLDER",
         ),
@@ -154,8 +154,8 @@ class Evaluate(BaseModelOptions):
         others = [name for name in names if name not in TASKS]
         if others and find_spec("lm_eval") is None:
             raise CommandError(
-                f"--tasks {self.tasks}: {others[0]} is none of {', '.join(TASKS)}; for a task of "
-                "lm-evaluation-harness, install it: pip install 'chambers[lm-eval]'"
+                f"--tasks {self.tasks}: {others[0]} is none of {', '.join(TASKS)}; tasks of "
+                "lm-evaluation-harness need chambers[lm-eval]: pip install 'chambers[lm-eval]'"
             )
         if self.data is None and len(others) < len(names):
             raise CommandError("--data is missing: add --data FOLDER, with the tasks' files")
@@ -194,7 +194,7 @@ class Evaluate(BaseModelOptions):
                 manager = stack.enter_context(loaded_tasks(names, self.include))
             except DataError as error:
                 near = get_close_matches(names[0], TASKS, n=1)
-                hint = f"; {near[0]} is a task of chambers" if near else ""
+                hint = f"; did you mean {near[0]}, a task of Chambers?" if near else ""
                 raise CommandError(f"--tasks {self.tasks}: {error}{hint}") from error
             yield names, manager
 

@@ -59,10 +59,10 @@ class Generate(AdapterOptions):
         ),
     ] = None
     invitation: Annotated[
-        Path | None, option("Invitation to a block server that has the middle blocks.", "FILE")
+        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
     ] = None
-    max_new_tokens: Annotated[int, option("Longest answer in tokens; default 256.", "N")] = 256
-    temperature: Annotated[float, option("Sampling temperature; default 0, greedy.", "T")] = 0.0
+    max_new_tokens: Annotated[int, option("Maximum tokens per answer; default 256.", "N")] = 256
+    temperature: Annotated[float, option("Sampling temperature; default 0 (greedy).", "T")] = 0.0
     top_p: Annotated[
         float,
         option("Sample from the likeliest tokens with a total probability of P; default 1.", "P"),
@@ -83,7 +83,7 @@ class Generate(AdapterOptions):
         lengths = [(len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)]
         check_length(source, max(lengths), self.max_new_tokens)
         if source.adapter is None:
-            print("no --adapter: the base model alone answers", file=sys.stderr)
+            print("no --adapter: the base model answers without one", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:
             texts = self._texts(model=model, tokenizer=tokenizer, prompts=prompts, source=source)
             for row, text in zip(rows, texts, strict=True):
@@ -126,7 +126,7 @@ class Generate(AdapterOptions):
             ) from error
         prompts = [line for line in lines if line]
         if not prompts:
-            raise CommandError("no prompts: pass them as arguments, on standard input or by --file")
+            raise CommandError("no prompts: pass them as arguments, on standard input or in --file")
         return prompt_rows(prompts)
 
     def _texts(

@@ -28,7 +28,7 @@ class InProcessGrid(Grid):
     def __init__(
         self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
     ) -> None:
-        # Flower marks every message with the run of the process that creates it.
+        # Flower marks every message with the process's run and node, which are set here.
         TaskIdentity.run_id = TaskIdentity.task_id = 1
         TaskIdentity.node_id = 0
         self._run_config = dict(run_config)

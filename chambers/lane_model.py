@@ -28,8 +28,7 @@ from split.protocol.errors import (
 from split.protocol.standing_invitation import StandingInvitation
 
 _BUSY_SECONDS = 60.0
-# Timeout for reaching the server, and for its final confirmation after all texts have arrived;
-# short, since a user may be waiting at a terminal.
+# Timeout for reaching the server and for its final confirmation; short, since a user may wait.
 _PATIENCE_SECONDS = 5.0
 
 Result = TypeVar("Result")

@@ -67,8 +67,8 @@ class Merge:
         fetch_licence(name)
         if run is None:
             print(
-                f"{self.adapter} is not in a run's folder: whether {name} is its base model, and "
-                "whether that was quantised in training, can't be checked",
+                f"{self.adapter} is not in a run's folder, so it can't be checked whether {name} "
+                "is its base model, or whether that was quantised in training",
                 file=sys.stderr,
             )
         if quantization != "none":
@@ -87,7 +87,7 @@ class Merge:
             losses=losses,
         )
         save_merged(model, source.directory, self.folder, card)
-        print(f"{self.folder}: {name} with the adapter; to use it:")
+        print(f"{self.folder}: {name} with the adapter merged; to use it:")
         print(f"  chambers generate --model {shlex.quote(str(self.folder.absolute()))} …")
 
 

@@ -35,7 +35,7 @@ class Source:
     settings: ModelSettings
     directory: Path  # contains the base model, or the client's parts
     adapter: SavedAdapter | None = None  # None for the base model alone
-    invitation: StandingInvitation | None = None  # to a block server; None for a whole model
+    invitation: StandingInvitation | None = None  # to the block server; None for a whole model
     chosen: str = "base"  # name of the model at the server
     client_adapter: State | None = None  # the adapter's part for the head and tail
 
@@ -197,7 +197,7 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel
     )
     try:
         yield model
-        with suppress(LaneError):  # all texts have arrived
+        with suppress(LaneError):  # errors are unimportant: all texts have arrived
             model.end()
     finally:
         model.close()

@@ -122,21 +122,21 @@ def _state(seen: Seen) -> str:
         if status.phase == "failed":
             return f"failed {ago}: {status.problem}"
         resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
-        return f"not running: before the run ended, its process was killed{resume}"
+        return f"not running: its process was killed before the run ended{resume}"
     if not seen.works:
         return "running: loading the base model, or waiting for SuperNodes to register"
     doing = f"running: {status.phase} of round {status.round} of {seen.config['rounds']}"
     since = f"for {duration(seen.now - status.since)}"
     answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"
     limit = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.until))
-    return f"{doing}, {since}; {answered}; the limit is {limit}"
+    return f"{doing}, {since}; {answered}; replies are due by {limit}"
 
 
 def _time_left(seen: Seen) -> str:
     if seen.seconds_left is not None:
         return f"about {duration(seen.seconds_left)}"
     if seen.works:
-        return "unknown, until the first round is over"
+        return "unknown until the first round is over"
     return "unknown" if seen.is_running else "-"
 
 
@@ -190,7 +190,7 @@ def _clients(seen: Seen) -> list[tuple[str, ...]]:
         if event["event"] == "train":
             last[event["client"]] = event
         if event["event"] == "scaled" and event["client"] in doing:
-            doing[event["client"]] += f"; its {event['what']} counts × {event['factor']:.2g}"
+            doing[event["client"]] += f"; its {event['what']} was scaled by {event['factor']:.2g}"
             reduced.add(event["client"])
         # Skip other events: they contain metrics whose keys are chosen by the clients.
         if event["event"] not in {"round", "refused"}:

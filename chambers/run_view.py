@@ -89,7 +89,7 @@ def _follow(link: Path, log: RunLog, show: Show) -> None:
             show(None)
             return
         directory = link.resolve()
-        # Until metrics are written, the run may be refused and its folder deleted.
+        # Until metrics are written, the run may still be refused, and its folder deleted.
         if (directory / METRICS).exists():
             log.move_to(directory / LOG)
         show(look(directory))

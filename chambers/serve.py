@@ -38,10 +38,10 @@ class Serve(AdapterOptions):
 
     run: Annotated[Path | None, argument("RUN_FOLDER")] = None
     head_blocks: Annotated[
-        int | None, option("Number of first blocks at clients; default: the run's, else 1.", "N")
+        int | None, option("Number of first blocks at clients; default: that of the run or 1.", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None, option("Number of last blocks at clients; default: the run's, else 1.", "N")
+        int | None, option("Number of last blocks at clients; default: that of the run or 1.", "N")
     ] = None
     listen: Annotated[
         str,
@@ -52,7 +52,7 @@ class Serve(AdapterOptions):
         ),
     ] = "127.0.0.1:0"
     advertise: Annotated[
-        str, option("Address and port for clients, if they differ from --listen.", "HOST:PORT")
+        str, option("Address and port for clients, if not those of --listen.", "HOST:PORT")
     ] = ""
     clients: Annotated[
         str,
@@ -79,7 +79,7 @@ class Serve(AdapterOptions):
     max_tokens: Annotated[
         int,
         option(
-            "Maximum number of padded tokens, of prompts and answers, in memory at once; default "
+            "Maximum number of padded tokens of prompts and answers in memory at once; default "
             "16384. Lower this number if the server runs out of memory.",
             "N",
         ),
@@ -87,8 +87,8 @@ class Serve(AdapterOptions):
     max_prompt_length: Annotated[
         int,
         option(
-            "Longest prompt in tokens; default 4096. The time and memory that a prompt needs grow "
-            "with the square of its length.",
+            "Maximum length of a prompt in tokens; default 4096. The time and memory that a prompt "
+            "needs grow with the square of its length.",
             "N",
         ),
     ] = 4096
@@ -117,11 +117,11 @@ class Serve(AdapterOptions):
             for name in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(name, lambda *_: over.set())
             for client, file in files.items():
-                print(f"invitation of {client}, to {', '.join(served.models[client])}: {file}")
+                print(f"invitation of {client} to use {', '.join(served.models[client])}: {file}")
             blocks = served.partition.range_of("body")
             print(f"serving blocks {blocks.start} to {blocks.stop - 1} at {address}", flush=True)
             over.wait()
-            print("ending", flush=True)
+            print("stopping", flush=True)
         return 0
 
     def check_folders(self) -> None:
@@ -139,7 +139,7 @@ class Serve(AdapterOptions):
         named = [name.strip() for name in self.clients.split(",") if name.strip()]
         clients = named or (run.clients if run else [])
         if not clients:
-            raise CommandError("nobody to invite: add --clients NAME,NAME,…")
+            raise CommandError("no clients to invite: add --clients NAME,NAME,…")
         return list(dict.fromkeys(clients))
 
     def split(self, config: Mapping[str, Any]) -> SplitSettings:

@@ -38,9 +38,9 @@ class Served:
     partition: Partition
     directory: Path  # contains the base model, or the server's part
     adapter: AdapterSettings  # kind and scale of all adapters
-    # The body's adapter, keyed by client and model name; None for no adapter.
+    # The body's adapters, keyed by client and model name; None for no adapter.
     models: Mapping[str, Mapping[str, State | None]]
-    folder: Path  # for the invitations
+    folder: Path  # folder for the invitations
     max_prompt_length: int
 
 
@@ -107,7 +107,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
             devices=body_devices(served.split),
         )
     except BaseModelError as error:
-        # Here an option sets the devices, which may differ from those used in training.
+        # Name the option with which the user can change the devices here.
         reason = str(error).replace("split.body-devices", "--body-devices")
         raise CommandError(reason) from error
     except OSError as error:

@@ -43,8 +43,7 @@ def simulate(
     """
     # On SIGTERM and SIGHUP, also end the processes of the run, which are in other sessions.
     interrupt_at_end()
-    # Discards this process's warnings, for which logging has no handler. The log contains those of
-    # the run's other processes.
+    # Discard this process's warnings: logging has no handler. Other processes' are in the log.
     logging.captureWarnings(True)
     started = time.monotonic()
     with closing(RunLog(home / LOG, echo=verbose)) as log:
@@ -87,7 +86,7 @@ def _folder(home: Path) -> Path | None:
 
 def _print_summary(directory: Path) -> None:
     """Print the tables of a completed run; omit blank lines if the output isn't a terminal."""
-    with suppress(OSError):  # the disk was full
+    with suppress(OSError):  # there is no summary if the disk was full
         lines = (directory / SUMMARY).read_text(encoding="utf-8").splitlines()
         wanted = ["", *lines] if sys.stdout.isatty() else filter(str.strip, lines)
         print(*wanted, sep="\n", flush=True)

@@ -70,7 +70,7 @@ class BaseModelOptions:
     """Options of all commands that load a base model."""
 
     model: Annotated[
-        str | None, option("Base model; default: the one of the adapter's run.", "NAME_OR_PATH")
+        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"] | None,
@@ -114,7 +114,7 @@ class AdapterOptions(BaseModelOptions):
         names = [str(name) for name in ([self.model] if self.model else known) if name]
         if not names:
             raise CommandError("no base model is named: add --model NAME_OR_PATH")
-        # Skip folders that exist only at another party; the local adapter may name an existing one.
+        # Skip folders that exist only at another party: the adapter may name one on this machine.
         name = next((name for name in names if not _is_missing(name)), names[0])
         if _is_missing(name):
             raise _no_base_model(name)
@@ -132,9 +132,9 @@ class AdapterOptions(BaseModelOptions):
 class RunFolder:
     """The results of a run, at the coordinator or at a client."""
 
-    directory: Path  # of the run, or of a client's state
+    directory: Path  # folder of the run, or of a client's state
     config: Mapping[str, Any]  # the resolved run config: values by dotted key
-    digests: Mapping[str, str]  # of the base model's tensors that this party had
+    digests: Mapping[str, str]  # digests of the base model's tensors that this party had
 
     @property
     def clients(self) -> list[str]:

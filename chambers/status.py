@@ -10,7 +10,7 @@ import typer
 from chambers.errors import CommandError
 from chambers.sources import argument, option
 
-# Intervals of --watch on a terminal and in a log file, which would grow too fast otherwise.
+# Intervals of --watch on a terminal and in a log file; a log file must not grow as fast.
 _TERMINAL_SECONDS = 2.0
 _LOG_SECONDS = 30.0
 

@@ -47,7 +47,7 @@ class SuperLink:
     """A running SuperLink."""
 
     address: str  # host and port
-    environment: dict[str, str]  # for commands that use the SuperLink, and end with it
+    environment: dict[str, str]  # for commands that use the SuperLink and that end with it
     log: Path  # file with its output
 
 

@@ -20,8 +20,8 @@ from split.client.split_model import SplitModel
 class Evaluation:
     """The results that an evaluate message requests."""
 
-    metrics: Metrics = field(default_factory=dict)  # named ``<model>.<metric>``
-    answers: list[Answer] = field(default_factory=list)  # to send as text
+    metrics: Metrics = field(default_factory=dict)  # keyed by ``<model>.<metric>``
+    answers: list[Answer] = field(default_factory=list)  # answers to send as text
     importance: State | None = None  # J at the global adapter, if it was requested
 
     def measure(

@@ -132,7 +132,7 @@ def _problem(message: Message, context: Context, error: Exception) -> Message:
 def _reason(error: Exception) -> str:
     """Return an error text that quotes no private rows."""
     if isinstance(error, UserError):
-        return one_line(error.public)  # the text may quote the server
+        return one_line(error.public)  # in one line, since it may quote the server
     if isinstance(error, FloatingPointError):  # raised in training
         return one_line(str(error))
     if isinstance(error, torch.OutOfMemoryError):
@@ -227,7 +227,7 @@ def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
     elif task.instruction.losses != Instruction.of(task.message).losses:
         config["withheld"] = "the site's policy refuses evaluation (evaluation = false)"
     if task.site.policy and task.site.policy.min_examples > 1:
-        # These losses are of single steps, which may have fewer rows than the policy's minimum.
+        # These are losses of single steps, which may have fewer rows than the policy's minimum.
         metrics = {k: v for k, v in metrics.items() if k not in {"loss-first", "loss-last"}}
     return answer(
         message=task.message,

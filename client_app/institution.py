@@ -83,7 +83,7 @@ def _data_files(node: Mapping[str, Scalar]) -> Stamps:
     return stamps(Path(path).expanduser()) if path else ()
 
 
-# An actor of a simulation runs several clients in turn.
+# Keep several clients' data: an actor of a simulation runs several clients in turn.
 @lru_cache(maxsize=16)
 def _open(
     config: RunConfig, node: tuple[tuple[str, Scalar], ...], base_model: BaseModel

@@ -73,7 +73,7 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
     """
     with connected_worker(path) as connection:
         try:
-            with suppress(BrokenPipeError):  # the worker may already have refused
+            with suppress(BrokenPipeError):  # the worker may have refused and disconnected
                 send(connection, code_digest().encode())
             refusal = receive(connection, MAX_TEXT).decode(errors="replace")
             if refusal:
@@ -100,5 +100,5 @@ def _time_limit(context: Context) -> float:
     """Return the seconds that the server waits for a reply."""
     try:
         return parse_run_config(context.run_config).reply_timeout
-    except ConfigError:  # the worker replies with the error at once
+    except ConfigError:  # the worker will reply with this error at once
         return TRANSFER_SECONDS

@@ -75,7 +75,7 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
             "privacy.epsilon: single rows are protected, not lines",
         )
         delta = policy.privacy.delta
-        # With δ = 1 / rows, publishing a row unchanged would satisfy the definition.
+        # With δ = 1 / rows, publishing a random row would count as differentially private.
         require(delta * count < 1, "training with so many rows", f"privacy.delta = {delta:g}")
     most = config.train.local_steps * config.train.batch_size * config.train.accumulation
     _check_rows("training", min(rows, most or rows), policy)
@@ -177,7 +177,7 @@ def _check_privacy(config: RunConfig) -> None:
     require(
         config.train.optimizer_state == "reset",
         'train.optimizer-state = "keep"',
-        "privacy.epsilon: a state could come from training without noise",
+        "privacy.epsilon: an optimizer state could come from training without noise",
     )
     require(
         config.model.quantization != "int8",

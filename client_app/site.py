@@ -24,7 +24,7 @@ from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_
 class Site:
     """An institution's policy, and the message to which the policy is applied."""
 
-    policy: SitePolicy | None  # None: nothing is recorded, and only sending text of rows is refused
+    policy: SitePolicy | None  # None: nothing is recorded, and only sending rows' text is refused
     about: Mapping[str, Any]  # client, kind of message, run and round, for the audit log
     is_simulated: bool
 

@@ -39,7 +39,7 @@ class ClientState:
             aside.mkdir(parents=True)
             save_file(adapter, aside / "adapter.safetensors")
             save_file(optimizer, aside / "optimizer.safetensors")
-        # Count existing folders: rounds in which the client didn't take part have no folder.
+        # Count folders, not rounds: a round in which the client didn't take part has no folder.
         for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
             if old != counted:
                 shutil.rmtree(self._round(old))

@@ -36,7 +36,7 @@ class Task:
     site: Site
     state: ClientState
     arrays: dict[str, State]  # the message's adapters by record name
-    deadline: float  # as a value of ``time.monotonic``
+    deadline: float  # on the clock of ``time.monotonic``
 
     @property
     def title(self) -> str:
@@ -93,7 +93,7 @@ class Task:
             return None
         optimizer = self.state.optimizer(number - 1)
         if number > 1 and not optimizer:
-            log(WARNING, "%s: no saved optimizer state; starting fresh", self.institution.name)
+            log(WARNING, "%s: no saved optimizer state; starting anew", self.institution.name)
         return optimizer
 
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:

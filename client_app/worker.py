@@ -63,14 +63,14 @@ class Worker:
         """Serve callers until the process ends."""
         from client_app.handlers import app
 
-        log(INFO, "the worker answers with code %.16s", self._code)
+        log(INFO, "the worker runs the code with digest %.16s", self._code)
         while True:
             caller, _ = self._listener.accept()
             with caller:
                 caller.settimeout(TRANSFER_SECONDS)
                 try:
                     self._answer(caller, app)
-                except ConnectionError as error:  # `chambers site check` sends nothing
+                except ConnectionError as error:  # `chambers site check` sends no message
                     log(INFO, "a caller disconnected before its message was complete: %s", error)
                 except Exception as error:  # continue with the next caller
                     log(ERROR, "a message could not be received or answered", exc_info=error)
@@ -98,7 +98,7 @@ class Worker:
             send(caller, reply)
         finally:
             if is_broken():
-                log(ERROR, "a kernel has failed, and no other can run, so the worker exits")
+                log(ERROR, "a GPU kernel has failed, after which none can run; the worker exits")
                 sys.exit(TRY_AGAIN)
 
     def _refusal(self, caller: socket.socket) -> str:
@@ -109,7 +109,7 @@ class Worker:
         code = receive(caller, len(self._code)).decode(errors="replace")
         if not code == self._code == code_digest():
             return (
-                f"runs other code than the run's app ({self._code:.16} and {code:.16}): start it "
+                f"runs code other than the run's app ({self._code:.16} and {code:.16}): start it "
                 "again, from the same release"
             )
         return ""
@@ -190,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("socket", type=Path, help="path of the socket")
     parser.add_argument(
-        "--allow-uid", type=int, action="append", default=[], help="id of another permitted user"
+        "--allow-uid", type=int, action="append", default=[], help="id of another allowed user"
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -115,7 +115,8 @@ def _push_all(
             except httpx.HTTPStatusError as error:
                 pushed = set()
                 log(WARNING, "A message could not be pushed (attempt %d): %s", attempt, error)
-                # A peer may have announced the same objects with different children.
+                # An attacker may have blocked these objects (see federation.packed_content). New
+                # keys give the next attempt's objects new ids.
                 shared = EncryptedArrays()
         for message, statement in zip(group, statements, strict=True):
             identifier = message.metadata.message_id

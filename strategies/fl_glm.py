@@ -50,7 +50,7 @@ class FLGLM(Rounds):
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._partition, ("head", "tail"))
-        # Tensors that the server lacks have empty digests: clients' digests must then agree.
+        # Tensors that the server lacks have empty digests: for these, the clients must agree.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(
@@ -198,7 +198,7 @@ class FLGLM(Rounds):
     ) -> Iterator[Message]:
         for reply in super()._exchange(messages, grid, timeout, training):
             if sender := self._participants.sender_of(reply):
-                # In schedules that start clients together, all would wait for an absent client.
+                # Otherwise, schedules that start clients together would wait for an absent client.
                 self._server.mark_absent(sender.name)
             yield reply
             del reply  # release its memory before the next reply is pulled

@@ -112,7 +112,7 @@ class Rounds(Strategy):
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
             replies = self._exchange(messages, grid, timeout, training=True)
             aggregated, metrics = self.aggregate_train(current, replies)
-            assert aggregated is not None and metrics is not None  # or an error was raised
+            assert aggregated is not None and metrics is not None  # otherwise, an error was raised
             result.arrays = arrays = aggregated
             result.train_metrics_clientapp[current] = metrics
             self.progress = replace(
@@ -202,7 +202,7 @@ class Rounds(Strategy):
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds
         self._journal.record({**event, "left_out": reasons(left_out), "seconds": seconds})
-        if not self._evaluation(server_round - 1).losses:  # else the evaluation has checked this
+        if not self._evaluation(server_round - 1).losses:  # otherwise, the evaluation checked this
             require_finite(self._journal, server_round - 1, collected, self._participants.asked)
         require_enough(f"round {server_round}", collected, self.config.min_nodes)
         for name, metrics in valid.items():

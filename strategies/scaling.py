@@ -25,8 +25,6 @@ def record_scaled(
     """Log and record each client that was scaled down in an average, by a factor below 1."""
     for name, factor in factors.items():
         if factor < 1:
-            log(
-                WARNING, "%s: its %s counts × %.2g, since it %s", name, what, factor, _REASONS[what]
-            )
+            log(WARNING, "%s: its %s is scaled by %.2g: it %s", name, what, factor, _REASONS[what])
             event = {"event": "scaled", "round": server_round, "client": name}
             journal.record({**event, "what": what, "factor": factor})

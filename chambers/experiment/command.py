@@ -37,7 +37,7 @@ class Experimenting:
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, typer.Argument(metavar="FILE.toml")]
-    size: Annotated[str, option("Size of the experiment; default small.", "NAME")] = "small"
+    size: Annotated[str, option("Name of a size in FILE.toml; default small.", "NAME")] = "small"
     output: Annotated[
         Path | None, option("Folder of the experiment; default runs/FILE-SIZE.", "FOLDER")
     ] = None
@@ -46,7 +46,7 @@ class Experimenting:
         bool, typer.Option("--resume", help="Continue the experiment in its folder.")
     ] = False
     render: Annotated[
-        bool, typer.Option("--render", help="Only write tables and plots of recorded results.")
+        bool, typer.Option("--render", help="Only write tables and heat maps of recorded results.")
     ] = False
 
     def __call__(self) -> int:
@@ -143,7 +143,7 @@ class Experimenting:
         measures = {table.measure for table in experiment.tables}
         for config in configs.values():
             if config.data.path and "article" in measures:
-                raise CommandError(f"{self.file}: the measure article needs generated matters")
+                raise CommandError(f"{self.file}: the measure article can't be used with data.path")
             task = TASKS.get(config.data.task)
             if "accuracy" in measures and not (task and task.is_cloze):
                 raise CommandError(

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from chambers.errors import CommandError, read_bytes
 from federation.run_config import Scalar
 
-# ``loss``: in nats per token of the reference. ``article``: whether the right one of twelve
+# ``loss``: loss in nats per token of the reference. ``article``: whether the right one of twelve
 # Articles is the likeliest. ``accuracy``: whether a right candidate answer is the likeliest.
 _Likelihood = Literal["loss", "article", "accuracy"]
-# ``answer``: whether the greedily generated text equals the reference. Others: the text's scores.
+# ``answer``: whether the greedily generated text equals the reference. The others score this text.
 _Text = Literal["answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
 # Means over rounds of what clients report about their training.
 Reported = Literal["distance", "penalty_gradient_share"]
@@ -33,10 +33,10 @@ class Arm(_Section):
 
     label: str  # the arm's name in tables
     settings: dict[str, Scalar] = {}
-    each_client: bool = False  # a run for each client, on the client's rows alone
+    each_client: bool = False  # whether each client has a run of its own, on its rows alone
     trained: bool = True  # if False, there are no runs, and the base model is measured
     personalised: bool = False  # whether the clients' personalised models are measured, too
-    clients: int | None = Field(None, gt=0)  # None: as many as `chambers train` simulates
+    clients: int | None = Field(None, gt=0)  # None: the default of `chambers train`
 
 
 class Size(_Section):
@@ -52,8 +52,8 @@ class Table(_Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # name of the table's files
     title: str
     measure: Measure
-    arms: list[str] = Field(min_length=1)  # in the order of rows
-    # ``groups``: one column for each group. ``own``: one for the own client's, one for others.
+    arms: list[str] = Field(min_length=1)  # in the order of the rows
+    # ``groups``: a column per group. ``own``: one for a client's own group and one for the others'.
     columns: Literal["groups", "own"] = "groups"
     against: str | None = None  # arm with which the others are compared, question by question
     heat_map: bool = False  # whether to also draw the values by model and group of questions
@@ -96,7 +96,7 @@ class Run:
     seed: int  # also determines how the data are divided
     client: str | None  # client that is trained alone; None if all are trained
     clients: int | None  # number of simulated clients; None for the default
-    settings: Mapping[str, Scalar] = field(hash=False)  # without presets, output-dir, state-path
+    settings: Mapping[str, Scalar] = field(hash=False)  # without presets, output-dir and state-path
 
     @property
     def name(self) -> str:

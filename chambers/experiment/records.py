@@ -20,7 +20,7 @@ class Record:
     seed: int
     group: str
     measure: Measure
-    values: list[float]  # one for each question, or a single one that the client reported
+    values: list[float]  # one value per question, or a single value that the client reported
 
 
 def write_records(file: Path, about: Mapping[str, object], records: Iterable[Record]) -> None:

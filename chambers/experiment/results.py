@@ -12,9 +12,9 @@ from chambers.experiment.statistics import BySeed, Interval, difference, interva
 
 ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
-# Values of questions, keyed by seed and group.
+# One value per question, keyed by seed and group.
 _Values = dict[tuple[int, str], NDArray[np.float64]]
-_Name = tuple[str, str]  # arm, and model or kind of models
+_Name = tuple[str, str]  # an arm, and a model or a kind of models
 
 
 @dataclass(frozen=True)

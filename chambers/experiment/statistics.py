@@ -10,7 +10,7 @@ _RESAMPLES = 10_000
 # Four of five experiments detect a difference of this many standard errors at the 5 % level.
 _DETECTABLE = 1.96 + 0.84
 
-# Values of the questions of each seed.
+# For each seed, the values of its questions.
 BySeed = Sequence[NDArray[np.float64]]
 
 
@@ -18,10 +18,10 @@ BySeed = Sequence[NDArray[np.float64]]
 class Interval:
     """A mean with its 95 % interval."""
 
-    mean: float  # over seeds, of the means over questions
+    mean: float  # mean over seeds of the means over questions
     low: float
     high: float
-    detectable: float  # the smallest mean that would differ from 0 in four of five experiments
+    detectable: float  # smallest true mean that four of five experiments distinguish from 0
 
     @property
     def differs(self) -> bool:
@@ -35,7 +35,7 @@ def interval(values: BySeed) -> Interval:
     Seeds are drawn with replacement, and so are questions within each seed. The interval accounts
     for the choice of seeds and of questions; with one seed, only for the choice of questions.
     """
-    generator = np.random.default_rng(0)  # the same results yield the same table
+    generator = np.random.default_rng(0)  # a fixed seed: the same results yield the same table
     seeds = len(values)
     drawn = generator.integers(seeds, size=(_RESAMPLES, seeds))
     means = np.zeros(_RESAMPLES)

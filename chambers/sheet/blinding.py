@@ -115,4 +115,4 @@ def read_key(file: Path) -> Key:
         rows = {name: KeyRow(**row) for name, row in content["rows"].items()}
         return Key(content["seed"], tuple(content["models"]), rows)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CommandError(f"{file} is not a key of chambers sheet make: {error}") from error
+        raise CommandError(f"{file} is not a key from chambers sheet make: {error}") from error

@@ -31,12 +31,16 @@ class Make:
     output: Annotated[Path, option("New folder to write to.", "FOLDER")]
     annotators: Annotated[int, option("Number of sheets; default 3, as in the paper.", "N")] = 3
     questions: Annotated[
-        int, option("Number of questions, drawn at random; default 100, or all if fewer.", "N")
+        int, option("Number of questions, drawn at random; default 100 or, if fewer, all.", "N")
     ] = 100
     hide_references: Annotated[bool, option("Leave out the expected answers.")] = False
     seed: Annotated[
         int | None,
-        option("Seed that reproduces the draw and reveals the models; default: random.", "N"),
+        option(
+            "Seed of the random draw and orders. Keep it secret: it reveals which model gave "
+            "which answer. Default: random.",
+            "N",
+        ),
     ] = None
 
     def __call__(self) -> int:
@@ -59,7 +63,7 @@ class Make:
         for model in files:
             named = sum(any(model in a for a in q.answers.values()) for q in drawn)
             if named:
-                print(f"answers to {named} questions contain the text {model}", file=sys.stderr)
+                print(f"answers to {named} questions contain the name {model}", file=sys.stderr)
         sheets, key = blind(
             questions=drawn, models=list(files), annotators=self.annotators, seed=seed
         )

@@ -95,7 +95,7 @@ table { border-collapse: collapse } th, td { padding: .2rem .6rem; vertical-alig
   data-file="annotator-{{ sheet.annotator }}" data-criteria="{{ criteria|join(" ") }}">
 <header><strong>Sheet {{ sheet.annotator }}</strong>
 <progress max="{{ count }}" value="0"></progress><output></output>
-<button id="next">Next without scores</button><button id="save">Save</button></header>
+<button id="next">Next unscored answer</button><button id="save">Save</button></header>
 <p>Score each answer by itself. The answers are in random order, which differs from question to
 question. Your choices are stored in this browser. "Save" writes a file; hand it in when all
 answers are scored. <label class="load">To continue in another browser, load a saved file:

@@ -35,7 +35,7 @@ class Results:
 
     annotators: int  # number of sheets
     questions: int
-    means: Mapping[str, Mapping[str, Mean]]  # by model and criterion (FedJudge, table 5)
+    means: Mapping[str, Mapping[str, Mean]]  # keyed by model and criterion (FedJudge, table 5)
     # Krippendorff's alpha by criterion, with the interval metric, since means also treat
     # scores as evenly spaced. 1 is perfect agreement, 0 is chance. None if alpha is undefined,
     # because there is only one annotator or all scores are equal.

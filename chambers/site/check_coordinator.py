@@ -43,9 +43,8 @@ def check_coordinator(options: "Check") -> Report:
     report.line(_pair, server, server.with_suffix(".key"))
     report.line(_chain, server, authority)
     report.line(_names, server, proxy)
-    report.line(
-        _lasting, server, f"chambers site certificates {folder}, then restart proxy and SuperLink"
-    )
+    renewal = f"chambers site certificates {folder}, then restart the proxy and the SuperLink"
+    report.line(_lasting, server, renewal)
     report.line(_lasting, authority, "begin a new authority, as docs/operations.md describes")
     report.line(check_instructions, folder)
     report.line(_answers, "SuperLink", options.superlink or "127.0.0.1:8000", folder)
@@ -143,7 +142,7 @@ def _apart(folder: Path, others: Sequence[Path]) -> str:
     if shared:
         raise AdviceError(
             f"{folder} is on the same file system as {' and '.join(shared)}: messages "
-            "from institutions can fill both; mount a separate one, as docs/deployment.md describes"
+            "from institutions can fill it; mount a separate one, as docs/deployment.md describes"
         )
     return f"{folder} is on a file system of its own"
 

@@ -97,7 +97,7 @@ def _trusted(file: Path | None) -> str:
     """Check the keys of trusted reviewers, whose signatures of releases are accepted."""
     if file is None:
         raise CommandError(
-            "without --trusted-entities the SuperNode runs any code that the coordinator sends: "
+            "without --trusted-entities, the SuperNode runs any code that the coordinator sends: "
             "review a release, and trust the key that has signed it (chambers site sign)"
         )
     try:

@@ -27,7 +27,7 @@ def model(name: str) -> str:
     try:
         directory = locate(name)
         return f"model: {name} has the digest {digest(fingerprint(directory))}"
-    except ValueError as error:  # a damaged file
+    except ValueError as error:  # a file is damaged
         raise CommandError(str(error)) from error
 
 

@@ -28,7 +28,7 @@ class Answer:
     """The response to a request."""
 
     status: int
-    ahead: float  # seconds, to ±0.5, by which this machine's clock is ahead of the server's
+    ahead: float  # seconds (±0.5) by which this machine's clock is ahead of the server's
     certificate: x509.Certificate
 
 
@@ -70,7 +70,7 @@ def get(address: str, path: str, authority: Path) -> Answer:
     finally:
         connection.close()
     assert certificate is not None
-    # The header is truncated to whole seconds, so on average it is half a second behind.
+    # The Date header is truncated to whole seconds, so on average it is half a second behind.
     ahead = (before + (after - before) / 2 - theirs).total_seconds() - 0.5
     return Answer(response.status, ahead, x509.load_der_x509_certificate(certificate))
 

@@ -30,7 +30,7 @@ class Sign:
     key: Annotated[Path, option("Signing key, from chambers site signing-key.", "FILE")]
     output: Annotated[Path, option("Folder for the release and its signatures.", "FOLDER")]
     url: Annotated[
-        str, option("URL of FOLDER for the SuperLink; default http://127.0.0.1:8002.", "URL")
+        str, option("URL where the SuperLink finds FOLDER; default http://127.0.0.1:8002.", "URL")
     ] = "http://127.0.0.1:8002"
 
     def __call__(self) -> int:

@@ -257,7 +257,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         (["RUN", "--body-devices", "gpu"], "--body-devices gpu"),
         (["RUN", "--clients", "../court"], "can't be a client's name"),
         (["RUN", "--model", "/nowhere"], "there is no base model in /nowhere"),
-        (["--model", "BASE"], "nobody to invite: "),
+        (["--model", "BASE"], "no clients to invite: "),
     ],
 )
 def test_what_can_t_be_served_is_refused(run_folder, base, capsys, words, reason):

@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_and_completes(values, tmp_path, status):
     assert "waiting for SuperNodes to register" in grid.seen[0][1][1]
     first, second, third = (text for kind, (_, text) in grid.seen if kind == "train")
     assert "running: training of round 1 of 3" in first and "0 of 3 clients have replied" in first
-    assert "unknown, until the first round is over" in first
+    assert "unknown until the first round is over" in first
     assert "Checkpoint after round 0" in first
     assert "Time left about " in second and "Checkpoint after round 1" in second
     assert "tokens/s" in second and "in round 1" in second and "OUT" not in second
@@ -115,7 +115,7 @@ def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
         lines.write(json.dumps(scaled) + "\n")
     _, text = status(directory)
     assert "alpha - - - took part in round 1 beta" in text
-    assert "beta - - - took part in round 1; its update counts × 0.0012" in text
+    assert "beta - - - took part in round 1; its update was scaled by 0.0012" in text
 
 
 def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, status):
@@ -142,7 +142,7 @@ def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, statu
         process.kill()
         process.wait()
     code, text = status(directory)
-    assert code == 1 and 'was killed; continue with resume = "' in text
+    assert code == 1 and 'was killed before the run ended; continue with resume = "' in text
 
 
 @contextmanager

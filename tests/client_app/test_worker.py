@@ -200,7 +200,7 @@ def test_other_code_is_refused(worker, tmp_path):
     with (tmp_path / "finetuning" / "generated" / "court.toml").open("a") as file:
         file.write("\n")
     assert digest() != code_digest()
-    assert "runs other code than the run's app" in status(worker.socket, digest().encode())
+    assert "runs code other than the run's app" in status(worker.socket, digest().encode())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -59,7 +59,7 @@ def file(tmp_path):
         ("rounds = 1", 'rounds = "one"', "rounds"),
         ('"data.generated" = "matters"', "", "an experiment needs data.path"),
         ("seeds = [3, 4]", "seeds = []", "sizes.small.seeds"),
-        ('"data.generated" = "matters"', '"data.path" = "."', "the measure article needs"),
+        ('"data.generated" = "matters"', '"data.path" = "."', "the measure article can't be"),
         ("title =", "title", "is not TOML"),
     ],
 )

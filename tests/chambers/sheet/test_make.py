@@ -173,4 +173,4 @@ def test_a_model_s_name_in_an_answer_is_pointed_out(tmp_path, capsys):
     words = ("--output", tmp_path / "other")
     capsys.readouterr()
     assert main(["sheet", "make", answers, *map(str, words)]) == 0
-    assert "answers to 12 questions contain the text answer" in capsys.readouterr().err
+    assert "answers to 12 questions contain the name answer" in capsys.readouterr().err

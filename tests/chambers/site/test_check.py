@@ -166,7 +166,7 @@ def test_certificates_that_do_not_fit(capsys, site, tmp_path):
         told(capsys, "site", "certificates", site.folder, "--days", "20")
         _, output = at_coordinator(capsys, site, port)
         assert "expires in 19 days" in output
-        assert f"{renew}, then restart proxy and SuperLink" in output
+        assert f"{renew}, then restart the proxy and the SuperLink" in output
         assert output.count("does not use the certificate") == 2
         (site.folder / "server.key").chmod(0o644)
         assert "chmod 600" in at_coordinator(capsys, site, port)[1]
