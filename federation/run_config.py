@@ -35,7 +35,7 @@ StrategyName = Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]
 # Value of ``instruction-key`` that disables the signing of instructions in a deployment.
 UNSIGNED = "none"
 
-# Added to a client's time limit, for starting a process, importing PyTorch, and transfers.
+# Seconds added to a client's time limit, for starting a process, importing PyTorch, and transfers.
 _GRACE_SECONDS = 60.0
 
 

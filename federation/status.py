@@ -11,18 +11,18 @@ class LaneStatus(BaseModel):
     """A client's progress in a round of split learning."""
 
     client: str
-    steps: int  # completed optimizer steps
-    planned: int  # optimizer steps in the client's round
-    tokens: int  # padded tokens processed by forward passes
+    steps: int  # number of completed optimizer steps
+    planned: int  # number of optimizer steps in the client's round
+    tokens: int  # number of padded tokens processed by forward passes
 
 
 class RunStatus(BaseModel):
     """The status of a run. Times are Unix times in seconds; clients are identified by name."""
 
     phase: Phase = "registration"
-    round: int = 0  # from 1; 0 before the first round
+    round: int = 0  # counted from 1; 0 before the first round
     rounds: int = 0
-    since: float = 0.0  # start of the phase
+    since: float = 0.0  # time at which the phase began
     until: float = 0.0  # deadline after which clients that haven't replied are left out
     updated: float = 0.0  # time when this status was written
     asked: list[str] = []  # clients to which a message was sent in this phase

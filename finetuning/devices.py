@@ -65,7 +65,7 @@ def to_host(
     events = []
     for device in {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}:
         events.append(torch.Event(device))
-        # Without a stream, it would be recorded on the current device, whichever that is.
+        # Without a stream, the event would be recorded on the current device, not on this one.
         events[-1].record(torch.accelerator.current_stream(device))
     return copies, events
 

@@ -149,7 +149,7 @@ class DataSettings(Section):
         gt=0,
         lt=1,
         description="Share of a client's rows to hold out if its data has no test file. Questions "
-        "on the same passage, as in MultiRC, stay together, also in an `iid` partition.",
+        "on the same passage, as in MultiRC, stay together, even in an `iid` partition.",
     )
     max_length: int = Field(
         800,

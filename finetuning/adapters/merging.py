@@ -65,7 +65,7 @@ def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
     """
     from transformers import AutoTokenizer
 
-    # As it was saved: ``load_tokenizer`` may add a padding token.
+    # Save the tokenizer unchanged: ``load_tokenizer`` may add a padding token.
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     with replacing(folder) as aside:
         model.save_pretrained(aside)

@@ -139,7 +139,7 @@ def _metadata_of(directory: Path) -> dict[str, Any]:
         return {}
     try:
         found: dict[str, Any] = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, YAMLError):  # a card that only people can read
+    except (ValueError, YAMLError):  # the card has no readable metadata
         return {}
     return found
 

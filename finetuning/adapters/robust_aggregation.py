@@ -17,11 +17,11 @@ import torch
 
 from finetuning.adapters.adapter import State
 
-# Maximum ratio of an update's distance to the median. Honest clients with equal numbers of steps
-# differ by a factor below 2; with Adam, the distance grows at most in proportion to the steps.
+# Maximum ratio of an update's norm to the median norm. Norms of honest clients with equal numbers
+# of steps differ by a factor below 2; with Adam, a norm grows at most in proportion to the steps.
 MAX_DISTANCE = 10.0
-# Maximum ratio of a weight's J to its typical J, and maximum ratio of a client's total excess over
-# that cap to the rest. Honest clients reach 0.043 (docs/robustness.md).
+# Ratio of J to the typical J above which a weight's J is excessive, and maximum ratio of the sum of
+# a client's excess to the sum of the rest. Honest clients reach 0.043 (docs/robustness.md).
 _MAX_IMPORTANCE = 5.0
 _MAX_ABOVE = 0.1
 

@@ -16,7 +16,7 @@ from finetuning.conversion.plan import ConversionError, Plan, sizes
 
 Version = Literal[2, 3]
 
-# TOML, because app bundles don't include template files, and a worker's code must match the app's.
+# A TOML file, because app bundles leave out .jinja files, and a worker's code must equal the app's.
 _TEMPLATES = Path(__file__).parent / "chat_templates.toml"
 
 _SIZES = {

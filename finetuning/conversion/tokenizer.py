@@ -52,7 +52,7 @@ def _read(file: Path) -> Any:
     """Parse the file with the protobuf definition that transformers includes."""
     from google.protobuf.message import DecodeError
 
-    # The definition in sentencepiece needs the protobuf version that it was built with.
+    # The definition in sentencepiece would need the protobuf version that it was built with.
     from transformers.utils import sentencepiece_model_pb2_new as description
 
     proto = description.ModelProto()
@@ -102,7 +102,7 @@ def _encoder(proto: Any, file: Path) -> Any:
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
-    # Every fast tokenizer matches these pieces in texts, and text after such a piece starts a word.
+    # Like every fast tokenizer, match these pieces in texts, and begin a word after each match.
     for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
         tokens = [p.piece for p in proto.pieces if p.type == kind]
         special = kind != _USER_DEFINED

@@ -86,7 +86,7 @@ def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
         list(messages),
         chat_template=_DATED + template if "strftime_now" in template else template,
         tokenize=False,
-        # Rows contain no reasoning; if a template added empty reasoning, that would be a target.
+        # Rows contain no reasoning; empty reasoning that a template adds would be a target.
         enable_thinking=False,
         **options,
     )

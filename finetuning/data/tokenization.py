@@ -225,7 +225,7 @@ def _encode_whole(
         for start, _ in reversed(c.spans):
             last = bisect_left(begins, start) - 1
             begin, end = offsets[last] if last >= 0 else (0, 0)
-            # An end mark can include adjacent whitespace.
+            # Don't divide an end mark, which can include adjacent whitespace.
             if end > start and input_ids[last] not in marks:
                 before = [token.id for token in divide(c.text[begin:start].replace(" ", "▁"))]
                 after = [token.id for token in divide(c.text[start:end].replace(" ", "▁"))]
@@ -277,7 +277,7 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     encoding = tokenizer([content], add_special_tokens=False)
     kept = len(encoding["input_ids"][0]) - excess
     end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
-    # The rendered text can have more tokens than the content alone, so shorten it in each pass.
+    # The rendered text can have more tokens than the content alone, so each pass must shorten it.
     longest["content"] = content[: min(end, len(content) - 1)].rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last)

@@ -146,7 +146,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         groups: dict[tuple[int, ...], list[int]] = {}
         continuations: dict[int, Continuation] = {}
         for index, (_text, context, answer) in enumerate(requests):
-            if not answer:  # the answer is part of the context's last token
+            if not answer:  # an empty answer is part of the context's last token
                 continue
             if len(answer) > self.max_length:
                 raise DataError(

@@ -116,7 +116,7 @@ def _scorers() -> tuple[Any, list[Any]]:
     # The library's own tokenizer drops all characters except ASCII letters and digits.
     spaces = SimpleNamespace(tokenize=str.split)
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=spaces)
-    # effective_order: without it a text of three words would score 0 against itself.
+    # Without effective_order, a text of three words would score 0 against itself.
     bleu = [
         BLEU(max_ngram_order=order, tokenize="none", smooth_method="exp", effective_order=True)
         for order in (1, 2, 3, 4)
@@ -131,7 +131,7 @@ def _jieba_cut() -> Callable[[str], list[str]]:
 
     tokenizer = jieba.Tokenizer()
     # Like the tokenizer's initialize(), but without a log on stderr or a cache of the dictionary in
-    # the shared temporary folder, which loads no faster and could have been written by any user.
+    # the shared temporary folder, which would load no faster and could be written by any user.
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())
     tokenizer.initialized = True
     cut: Callable[[str], list[str]] = tokenizer.lcut

@@ -132,7 +132,7 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
             directory, trust_remote_code=False, output_loading_info=True, **arguments
         )
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # the checkpoint is fine
+        raise  # the checkpoint is not the problem
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
     # Missing weights would be initialised randomly, with different values in each process.
@@ -236,7 +236,7 @@ def refuse_unless_causal(model: Any, directory: Path) -> None:
     model.eval()
     one, two = (model(input_ids=ids, use_cache=False).logits[0].float() for ids in (tokens, other))
     change = (one - two).abs().mean(dim=1)
-    # Not exactly 0, because with quantisation a token's rounding depends on the other tokens.
+    # Allow some change, because with quantisation a token's rounding depends on the other tokens.
     if change[:-1].max() > _CAUSAL_CHANGE * change[-1]:
         raise BaseModelError(
             f"the model in {directory} is not causal: tokens attend to later tokens, so it can't "

@@ -141,7 +141,7 @@ def _reader(file: Path) -> Any:
 
     class Reader(GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
-            # The data is sliced for each token; slicing a memmap takes four times as long.
+            # The data is sliced for each token; a memmap takes four times as long as an array.
             self.data: Any = np.asarray(self.data)
             found = super()._get(offset, dtype, count, *order, **options)
             if len(found) < count:
@@ -188,7 +188,7 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
         )
     settings = config.to_dict()
     settings.pop("quantization_config", None)
-    if header.architecture == "phi3":  # transformers doesn't read the window from GGUF
+    if header.architecture == "phi3":  # transformers doesn't read its sliding window
         settings["sliding_window"] = header.window
     # The loaded model's configuration says that the model is quantised, so save a plain copy.
     with torch.device("meta"):

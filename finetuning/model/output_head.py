@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from finetuning.data.batching import MicroBatch
 from finetuning.devices import to_device
 
-# A micro-batch's logits can be larger than all other tensors together. These sizes of a chunk of
-# float32 logits keep a CPU or an accelerator busy.
+# A micro-batch's logits can be larger than all other tensors together, so they are computed in
+# chunks. Chunks of these sizes in float32 keep a CPU or an accelerator busy.
 _CPU_LOGIT_BYTES, _LOGIT_BYTES = 32 * 2**20, 256 * 2**20
-_WEIGHT_BYTES = 16 * 2**20  # of a matrix that is converted to float32 in parts
+_WEIGHT_BYTES = 16 * 2**20  # size of the parts in which a matrix is converted to float32
 
 
 class _Backbone(torch.nn.Module):
@@ -50,7 +50,7 @@ class _Float32Products(TorchFunctionMode):
         if func is not linear or args[1].dtype == torch.float32:
             return func(*args, **(kwargs or {}))
         given, weight, bias = (*args, None)[:3]
-        given = given.float()  # some heads convert hidden states to the type of the matrix
+        given = given.float()  # some heads have converted it to the matrix's type
         product = given.new_empty(*given.shape[:-1], len(weight))
         rows = max(1, _WEIGHT_BYTES // (4 * weight.shape[1]))
         for part, matrix in zip(product.split(rows, -1), weight.split(rows), strict=True):
@@ -131,7 +131,7 @@ def target_log_probabilities(
 
     """
     found, likeliest = [], []
-    # Norms, biases and scales; `_Float32Products` converts matrices.
+    # Convert norms, biases and scales here; `_Float32Products` converts the matrices.
     vectors = (each for each in head.named_parameters() if each[1].ndim < 2)
     weights = {name: p.float() for name, p in vectors if p.is_floating_point()}
     size = _targets_at_once(head, chosen.device)

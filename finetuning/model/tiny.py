@@ -34,7 +34,7 @@ class TinyRecipe:
     heads: int = 4
     passages: int = 4000
     inputs: int = 2000
-    sequence_length: int = 128  # in tokens
+    sequence_length: int = 128  # length of a sequence in tokens
     batch_size: int = 8
     steps: int = 500
     learning_rate: float = 2e-3

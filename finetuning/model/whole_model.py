@@ -42,7 +42,7 @@ class WholeModel:
         self._config, self._dtype = causal_lm.config, causal_lm.dtype
         self.end_tokens = end_tokens(causal_lm)
         self._backbone = causal_lm.base_model
-        # Use a hook, because generation calls the backbone for each token.
+        # Use a hook, because `generate` of transformers calls the backbone for each token.
         self._backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._without_mask = False
         self._head = output_head(causal_lm)
@@ -99,7 +99,7 @@ class WholeModel:
             (rows, columns + new tokens) on the CPU; rows that end early are padded on the right.
 
         """
-        # At every token, transformers waits for the device to check whether the mask hides tokens.
+        # Omit a mask that hides no tokens, since transformers waits for the device to check it.
         self._without_mask = bool(mask.all())
         try:
             with self._mode(training=False):

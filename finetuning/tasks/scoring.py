@@ -21,7 +21,7 @@ from finetuning.tasks.question import Question
 from finetuning.tasks.tasks import Task
 
 _NO_LIMIT = 2**31
-# Number of texts generated together; more would only add padding.
+# Maximum number of texts generated together; more would only add padding.
 _TEXTS_AT_ONCE = 64
 
 
@@ -169,7 +169,7 @@ def _continuation(example: Example, marks: torch.Tensor, tokenizer: Any) -> Cont
 
 def _choose(model: Scoring, padding: int, prepared: Prepared, max_tokens: int) -> Answers:
     pairs = zip(prepared.questions, prepared.candidates, strict=True)
-    # Questions of one line share most of their prompt, such as a passage.
+    # Group questions of the same line, which share most of their prompts, such as a passage.
     by_line = groupby(pairs, key=lambda pair: pair[0].origin)
     found = log_probabilities(
         model=model,

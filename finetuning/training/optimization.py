@@ -24,7 +24,7 @@ def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], 
     """Return the learning rate as a function of the step, counted from 0 over the whole run."""
     from transformers import get_scheduler
 
-    # The library's scheduler cannot jump to a step; here, only its function of the step is used.
+    # The library's scheduler can't jump to a step, so only its function of the step is used.
     throwaway = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(
         "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,

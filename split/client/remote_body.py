@@ -109,7 +109,7 @@ class RemoteBody:
         """
         last = Kind.GRADIENT if wants_gradient else Kind.HIDDEN
         shapes: list[torch.Size] = []  # shapes of the micro-batches that were sent
-        due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}  # index of the next answer of each kind
+        due = {Kind.HIDDEN: 0, Kind.GRADIENT: 0}  # index of the next expected answer of each kind
         while due[last] < count:
             if len(shapes) < min(count, due[last] + self._credits):
                 shapes.append(forward(len(shapes)))

@@ -70,7 +70,7 @@ def open_lane(
         LaneUnreachableError: The server can't be reached, or ended the handshake.
 
     """
-    # No timeout here: if the lane can't be resumed, the thread below ends it with the reason.
+    # No resume timeout here: if resuming fails, the thread below ends the lane with the reason.
     lane = Lane(
         invitation.identity,
         limits,

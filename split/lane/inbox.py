@@ -4,7 +4,7 @@ from collections import deque
 
 from split.protocol.frames import Frame
 
-_FRAMES_AHEAD = 16  # maximum number of frames of any size
+_FRAMES_AHEAD = 16  # maximum number of frames, whatever their size
 
 
 class Inbox:

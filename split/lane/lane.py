@@ -114,7 +114,7 @@ class Lane:
         with self._changed:
             self._expire()
             if self._life.error is not None:
-                raise copy.copy(self._life.error)  # a traceback would keep objects in memory
+                raise copy.copy(self._life.error)  # a copy: its traceback isn't kept in ``_life``
 
     def send(
         self,
@@ -308,7 +308,7 @@ class Lane:
                 if self._stream is stream and self._life.error is None:
                     self._take(stream, frame)
         except AlteredRecordError:
-            raise  # treated like a cut
+            raise  # `read` treats it like a cut
         except Exception as error:
             failure = lane_error(error)
             with self._changed:

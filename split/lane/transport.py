@@ -18,7 +18,7 @@ _REFUSED = "chambers: "
 HANDSHAKE_SECONDS = 10.0
 # Time limit for a closed lane to send the remaining frames and to receive those of the other side.
 CLOSE_SECONDS = 5.0
-MAX_STREAMS = 1000  # of a lane; limits the number of handshakes
+MAX_STREAMS = 1000  # maximum number of streams of a lane, to limit its handshakes
 # At 1 Gbit/s with 20 ms each way, 5 MB are in flight; gRPC's default window is only 64 KiB.
 _WINDOW_BYTES = 8 * 2**20
 _COMMON: list[tuple[str, int]] = [
@@ -43,8 +43,8 @@ _COMMON: list[tuple[str, int]] = [
 class PeerLimits:
     """A server's limits on streams and connections, which anyone can open."""
 
-    handshake_seconds: float = HANDSHAKE_SECONDS  # for a handshake after its first message
-    silent_seconds: float = 3.0  # for the first message, which clients send immediately
+    handshake_seconds: float = HANDSHAKE_SECONDS  # limit for a handshake after its first message
+    silent_seconds: float = 3.0  # limit for the first message, which clients send at once
     half_open: int = 32  # maximum number of silent streams, and of unfinished handshakes
     of_one_identity: int = 4  # maximum number of unfinished handshakes per identity
     spare_connections: int = 256  # maximum number of connections, in addition to one per call

@@ -154,7 +154,7 @@ class _TestModels:
         given = self._tokens
         for party in PARTIES:
             given = self._parts[party](given, padding)
-        # Use the same shape as the whole model, because it determines the order of summation.
+        # Use the shape that the whole model has used, which determines the order of summation.
         output_head = self._parts["tail"].output_head
         split_logits = output_head(inputs_embeds=given, use_cache=False).logits
         return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]

@@ -97,12 +97,11 @@ def load_parts(
     refuse_quantized(whole.config, directory)
     arguments = loading_arguments(settings, *devices[:1])
     if arguments["quantization_config"] is not None:
-        # Only the last layer of the whole model is not quantised. By default, the library would
-        # exclude the last layer of each part instead.
+        # Only the whole model's last layer stays unquantised, not the last layer of each part.
         arguments["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
     full = full_names(whole, _files(directory))
     parts: dict[PartyName, Part] = {}
-    held: dict[str, tuple[str, torch.Tensor]] = {}  # see _shared
+    held: dict[str, tuple[str, torch.Tensor]] = {}  # see ``_shared``
     checkpoint = Checkpoint(directory)
     for party in (party for party in PARTIES if party in parties):
         sources = tensors_of_part(whole=whole, full=full, partition=partition, party=party)
@@ -158,7 +157,7 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
             None, config=config, state_dict=state, output_loading_info=True, **arguments
         )
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # the checkpoint is fine
+        raise  # the checkpoint is not the problem
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BaseModelError(f"{kind.__name__} can't be loaded in parts: {error}") from error
     if report["missing_keys"]:

@@ -51,7 +51,7 @@ class Part:
         self.device = _device_of(model)
         self.hidden_size = int(model.config.hidden_size)
         self._backbone = model.base_model
-        # Paths of placeholders for modules of other parties, which adapter targets may match.
+        # Paths of placeholders for other parties' modules, which get no adapters.
         self._placeholders = [p for p, m in model.named_modules() if isinstance(m, nn.Identity)]
         self._peft_model: Any = None
         # PEFT's name of each adapter. PEFT allows no dots in names, but client names may have some.

@@ -75,7 +75,7 @@ _WORDS = {
     Refusal.SUITE: "the two sides have different settings of split.key-exchange",
     Refusal.AUTHENTICATION: "a handshake message was altered, or made without the ticket's secret",
     Refusal.TICKET_UNKNOWN: "the server has not issued this ticket: has it been restarted?",
-    Refusal.TICKET_EXPIRED: "the ticket has expired; in a run, the round took too long to begin",
+    Refusal.TICKET_EXPIRED: "the ticket has expired: the time to open or resume its lane is over",
     Refusal.TICKET_USED: "the ticket has been used: it could open only one lane",
     Refusal.TICKET_FOREIGN: "the ticket was issued for a different run, round or node",
     Refusal.SERVER_KEY: "the server's key has changed since this ticket was issued",

@@ -71,8 +71,8 @@ class State(Enum):
 
     JOINING = "JOIN"
     CHOSEN = "JOIN, hidden states, or END"
-    CACHED = "the next token or endings of the cached texts, STEP, or what may come in CHOSEN"
-    COMPLETE = "STEP, or what may come in CHOSEN"
+    CACHED = "the next token or endings of the cached texts, new prompts, STEP, JOIN, or END"
+    COMPLETE = "endings after prompts alone, new prompts, STEP, JOIN, or END"
     ENDED = "nothing"
 
 
@@ -109,7 +109,7 @@ class Evaluation:
         self._max_cached_tokens = max_cached_tokens
         self._model: str | None = None
         self._received = 0
-        # For the cached texts: rows and columns of the prompts, new tokens, frames so far.
+        # Numbers of rows and columns of the cached prompts, of new tokens, and of frames so far.
         self._rows = self._columns = self._new_tokens = self._frames = 0
 
     def receive(self, frame: Frame) -> Event | None:

@@ -116,7 +116,7 @@ class Limits:
     """
 
     hidden: int  # width of the hidden states
-    wire_dtype: WireType  # of hidden states and gradients, in both directions
+    wire_dtype: WireType  # type of hidden states and gradients, in both directions
     maximum_tokens: int  # maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame
     payload_bytes: Mapping[Kind, int] = field(default_factory=dict)
     window: int = 4  # maximum number of micro-batches in flight
@@ -159,7 +159,7 @@ class Limits:
         """
         most = self.largest(kind)
         if not most:
-            raise FrameError(f"received {kind.name}, but nothing is averaged within a round")
+            raise FrameError(f"received {kind.name}, but adapters are not averaged in a round")
         if size > most:
             raise FrameError(f"a {kind.name} frame has {size} bytes; at most {most} were agreed on")
 

@@ -9,8 +9,8 @@ from split.protocol.tickets import Identity, Ticket
 class Invitation:
     """The confidential data that a client needs to open a lane."""
 
-    address: str  # of the block server, as host:port
-    suite: str  # of the key exchange
+    address: str  # address of the block server, as host:port
+    suite: str  # suite of the key exchange
     server_key: bytes  # the server's current public key
     identity: Identity
     ticket: Ticket

@@ -24,7 +24,7 @@ class LaneSecrets:
 
     up: bytes = field(repr=False)  # AES-256 key from client to server
     down: bytes = field(repr=False)  # AES-256 key from server to client
-    resumption: Ticket = field(repr=False)  # for the next stream of the lane
+    resumption: Ticket = field(repr=False)  # ticket for the lane's next stream
 
 
 class KeySchedule:

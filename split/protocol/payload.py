@@ -69,7 +69,7 @@ class Description:
     """Description of a payload, which precedes the data of the tensors."""
 
     start: int  # offset of the first tensor's data in bytes
-    entries: tuple[Entry, ...]  # in the order of their data
+    entries: tuple[Entry, ...]  # entries in the order of their data
     fields: dict[str, Value]
 
     @property

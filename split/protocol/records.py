@@ -104,7 +104,7 @@ class Opener:
         self._limits = limits
         self._counter = 0
         self._partial: _Partial | None = None
-        self.acknowledged = 0  # frames that the other side has received, from the last header
+        self.acknowledged = 0  # number of frames received by the other side, from the last header
         self.frame_bytes = 0  # payload size of the last record's frame
         self.seconds_crypto = 0.0
         self.seconds_serialisation = 0.0
@@ -222,7 +222,7 @@ class _Partial:
 
     header: RecordHeader
     description: Description
-    buffer: torch.Tensor  # of the whole payload
+    buffer: torch.Tensor  # buffer for the whole payload
     received: int
 
 

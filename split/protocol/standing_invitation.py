@@ -37,7 +37,7 @@ class StandingInvitation(BaseModel):
     )
 
     format: Literal["chambers invitation 1"] = "chambers invitation 1"
-    address: str  # of the block server, as host:port
+    address: str  # address of the block server, as host:port
     suite: KeyExchange
     server_key: bytes
     run: _Name  # name of the server in handshakes
@@ -47,12 +47,12 @@ class StandingInvitation(BaseModel):
     expires: AwareDatetime
     model: str  # name of the base model at the server
     digests: dict[str, str]
-    blocks: PositiveInt  # of the whole model
+    blocks: PositiveInt  # number of blocks of the whole model
     head_blocks: _Count
     tail_blocks: _Count
     wire_dtype: WireType
     max_tokens: PositiveInt  # maximum padded tokens of a batch of prompts and answers
-    max_prompt_length: PositiveInt  # in tokens
+    max_prompt_length: PositiveInt  # maximum length of a prompt in tokens
     models: dict[str, str]
 
     @field_validator("address")

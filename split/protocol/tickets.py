@@ -24,7 +24,7 @@ SECRET_BYTES = 32
 NAME_BYTES = 255  # maximum length of run or node, in UTF-8
 # How long an expired ticket is remembered, so that the refusal states the exact reason.
 _REMEMBERED_SECONDS = 3600.0
-# First messages remembered per ticket; few, as only the holder of its secret can create them.
+# First messages remembered per ticket: few, since only the holder of its secret can create them.
 _REMEMBERED_HELLOS = 64
 _REMEMBERED_HELLOS_OF_STANDING = 2**14
 _TICKETS_OF_A_LANE = 8

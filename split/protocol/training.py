@@ -186,7 +186,9 @@ class TrainingRound:
         """
         if frame.kind is Kind.END:
             if self.state is not State.BETWEEN_STEPS or self._step != self.plan.steps:
-                raise ProtocolError(f"the round ended at {self._step} of {self.plan.steps} steps")
+                raise ProtocolError(
+                    f"the round ended after {self._step} of {self.plan.steps} steps"
+                )
             self.state = State.ENDED
             return None
         if frame.step != self._step:

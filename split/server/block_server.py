@@ -266,7 +266,7 @@ class BlockServer(Endpoint):
     def _session(self, lane: Lane, grant: Grant) -> TrainingSession | EvaluationSession:
         allowed, lifetime = grant
         if isinstance(allowed, RoundPlan):
-            # Every micro-batch except the last of a step has at least ``batch_size`` examples.
+            # Only the last micro-batch of a step can have fewer than ``batch_size`` examples.
             limits = RoundLimits(
                 window=self._split.window,
                 activation_budget=self._split.activation_budget,

@@ -32,7 +32,7 @@ class Activations:
     """A micro-batch between its forward pass and its backward pass."""
 
     hidden: torch.Tensor  # (rows, columns, hidden) from the client; a leaf on the first device
-    output: torch.Tensor  # of the last block; its autograd graph references all activations
+    output: torch.Tensor  # output of the last block; its autograd graph references all activations
 
 
 class BodyAdapters:
@@ -69,7 +69,7 @@ class BodyAdapters:
 
         ``grad`` is whether to compute the gradient for ``hidden``, (rows, columns, hidden).
         """
-        # A leaf on the device; autograd would wait for the copy of its gradient to one on the CPU.
+        # A leaf on the device: with one on the CPU, autograd would wait to copy its gradient.
         given = to_device(hidden.detach(), self._body.device, self._body.dtype)
         given.requires_grad_(grad)
         self._body.use(self.name)

@@ -49,7 +49,7 @@ class ModelServer(Endpoint):
         self._body = body
         self._adapter = adapter
         self._run = run
-        # What a client may use, and the time of expiry on the clock of time.monotonic.
+        # Models that a client may use, and the time of expiry on the clock of ``time.monotonic``.
         self._grants: dict[Identity, tuple[Models, float]] = {}
         self._sessions: dict[Identity, EvaluationSession] = {}
         self._lock = threading.Lock()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from statistics import median_high
 
-# Smaller values don't enter the median, because their clients have nothing to train.
+# Smaller values are left out of the median: they come from clients with nothing to train.
 _NEGLIGIBLE = 1e-12
 
 
@@ -24,7 +24,7 @@ class ShareCap:
     """
 
     def __init__(self, multiple: float) -> None:
-        self.capped: Counter[str] = Counter()  # number of times that each client was scaled down
+        self.capped: Counter[str] = Counter()  # how often each client was scaled down
         self._multiple = multiple
         self._squares: dict[str, float] = {}
         self._counts: dict[str, float] = {}

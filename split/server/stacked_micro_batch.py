@@ -36,7 +36,7 @@ class Member:
     answered: int = 0  # number of micro-batches whose output was sent
     returned: int = 0  # number of micro-batches whose gradient has arrived
     finished: int = 0  # number of micro-batches whose backward pass is done
-    squared_norm: float | None = None  # of the head's and tail's gradients, after the step's end
+    squared_norm: float | None = None  # of head's and tail's gradients; None until the step ends
     awaited_since: float | None = None  # time since which others have waited for this client
 
     @property

@@ -56,14 +56,14 @@ class StackedRound:
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
         self._waits = WaitBudget()
-        self._stacked: deque[StackedMicroBatch] = deque()  # waiting for gradients
+        self._stacked: deque[StackedMicroBatch] = deque()  # micro-batches waiting for gradients
         self._next = 0  # index of the micro-batch to stack next
         self._step = 0
         # Used only by the compute thread.
         self._gradient_cap = GradientCap(split.share_cap)
         self._norm_cap = ShareCap(split.share_cap)
-        self._counted = 0.0  # targets whose gradients are in the body's gradient
-        self._held = 0  # padded tokens taken from the activation budget
+        self._counted = 0.0  # number of targets whose gradients are in the body's gradient
+        self._held = 0  # number of padded tokens taken from the activation budget
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
         """Add a client. Call before the first step."""
@@ -82,7 +82,7 @@ class StackedRound:
 
         """
         with self._lock:
-            # The end of this step would reset the counts below, and the others would wait forever.
+            # Else, this step's end would reset the counts below, and the others would wait forever.
             if member.squared_norm is not None:
                 raise ProtocolError("received a micro-batch before the last step was answered")
             if member.received == member.finished:
@@ -222,8 +222,7 @@ class StackedRound:
             for member, part, rows in stacked.rows_of(output):
                 member.session.account.tokens += part.padded_tokens
                 member.session.account.seconds_queued += started - queued
-                # Copy the rows, which are kept until the client acknowledges them. A view would
-                # keep the rows of all members in memory.
+                # Copy the rows: until the client acknowledges them, a view would keep all rows.
                 own = rows.detach().clone() if len(stacked.parts) > 1 else rows
                 with suppress(LaneError):  # the end of one lane must not affect the others
                     member.session.answer(step, index, own)
@@ -248,7 +247,7 @@ class StackedRound:
             counted = self._gradient_cap.counted(additions)
             late, late_targets = self._gradient_cap.late_factors()
             if late < 1:
-                # No term of the body's gradient so far could be compared when it arrived.
+                # Scale the body's gradient so far: none of its terms could be compared on arrival.
                 self._adapters.scale(late)
             gradient = stacked.gradient(gradients, factors, activations.output)
             result = self._adapters.backward(activations, gradient)
@@ -322,7 +321,7 @@ class StackedRound:
         left.session.account.capped = times
         if times:
             _log.warning(
-                "%s was scaled down %d times to split.share-cap = %g times other clients' median",
+                "%s was scaled down %d times, to split.share-cap = %g times other clients' median",
                 printable(left.client),
                 times,
                 self._split.share_cap,

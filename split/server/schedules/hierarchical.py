@@ -60,9 +60,9 @@ class Hierarchical:
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
-        self._averages: dict[str, State] = {}  # by client, until the client has received it
+        self._averages: dict[str, State] = {}  # average that each client has yet to receive
         self._keeps_optimizers = False
-        self._before: dict[str, OptimizerState] = {}  # by client, at the start of its round
+        self._before: dict[str, OptimizerState] = {}  # each client's state at the round's start
         self._due: dict[str, int] = {}  # by client, the step after which its next average is due
         self._waits = WaitBudget()
         self._changed = threading.Condition()

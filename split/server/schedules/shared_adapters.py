@@ -33,7 +33,7 @@ class SharedAdapters:
             RuntimeError: Always.
 
         """
-        raise RuntimeError("with this split.schedule clients don't average within a round")
+        raise RuntimeError("with this split.schedule, adapters are not averaged within a round")
 
     def state_of(self, client: str) -> State:
         """Return the body adapters, which are the same for every client."""
