@@ -50,7 +50,7 @@ _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_
 _LANES = 8
 _ROOM = 2  # number of micro-batches within the activation budget
 _STEPS = 2
-_TARGETS_AT_ONCE = 256  # as in finetuning.model.output_head
+_TARGETS_AT_ONCE = 256  # number of targets of a micro-batch, whose logits are one chunk
 _MEGABYTE = 1e6
 # Environment variables, keyed by the allocator's name in the tables.
 _ALLOCATORS = {
