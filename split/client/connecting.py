@@ -30,13 +30,13 @@ def connect(
         invitation: Invitation to the block server.
         parts: Head and tail, with their adapters attached if there are any.
         split: Wire type, window, time limits and averaging period.
-        longest: Padded tokens of the largest micro-batch, prefixes included.
+        longest: Number of padded tokens of the largest micro-batch, prefixes included.
         deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
         training: Whether to train the model; only then can adapters be averaged over the lane.
         noise: Standard deviation of the noise that is added to hidden states before they are sent,
             relative to the root mean square of each token's hidden state.
         patience: Seconds for which to retry if the server refuses or does not answer.
-        busy_until: Time until which to retry while the server is busy; None for the deadline.
+        busy_until: Time until which to retry while the server is busy; None means the deadline.
 
     Raises:
         LaneError: The block server can't be reached or refuses the handshake.

@@ -80,9 +80,9 @@ class SplitModel:
 
         Args:
             plan: Plan of the round. Its numbers of steps are sent to the server, but not its seed.
-            longest: Padded tokens of the largest micro-batch, prefixes included.
+            longest: Number of padded tokens of the largest micro-batch, prefixes included.
             deadline: End of the round, on ``time.monotonic``'s clock.
-            average_every: Number of steps between averages of all parties' adapters; 0 for never.
+            average_every: Number of steps between averages of all parties' adapters; 0 means never.
 
         """
         self._body.join(

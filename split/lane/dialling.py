@@ -59,8 +59,8 @@ def open_lane(
     Until the server has confirmed a handshake, its answers are not authenticated, so the client
     retries with the same ticket after any failure. While the server is busy, retry until
     ``busy_until`` (None: until the deadline). After other failures (refusals and missing answers),
-    retry for ``patience`` seconds. After a cut, try to open a new stream for ``resume_timeout``
-    seconds. Attempts are ``retry_seconds`` apart. The client also replaces a stream that has
+    retry for ``patience`` seconds. After a cut, try for ``resume_timeout`` seconds to open a new
+    stream. Attempts are ``retry_seconds`` apart. The client also replaces a stream that has
     carried ``replace_after_bytes`` bytes in one direction. The lane ends at the deadline. The
     deadline and ``busy_until`` are on ``time.monotonic``'s clock.
 

@@ -52,7 +52,7 @@ class Lane:
         is_client: Whether this is the client's end.
         resume_timeout: Seconds within which a cut stream must be replaced.
         max_streams: Maximum number of streams, one after another.
-        replace_after_bytes: Bytes in one direction after which a client replaces a stream.
+        replace_after_bytes: A client replaces a stream after this many bytes in one direction.
 
     Attributes:
         opened: Number of streams opened so far.

@@ -18,9 +18,9 @@ class Traffic:
     """Traffic and processing time of one lane, or of several lanes in total, at this end.
 
     Attributes:
-        bytes_up: Bytes from the client to the server, including the handshake and all overhead
-            above TCP except the initial headers and the trailers of gRPC.
-        bytes_down: Bytes from the server to the client.
+        bytes_up: Number of bytes from the client to the server, including the handshake and all
+            overhead above TCP except the initial headers and the trailers of gRPC.
+        bytes_down: Number of bytes from the server to the client.
         seconds_crypto: Time spent on encryption and decryption.
         seconds_serialisation: Time spent on serialising and deserialising tensors.
         seconds_waiting: Time spent in ``Lane.receive``.
@@ -111,7 +111,7 @@ class Stream:
             yield record
 
     def confirm(self, received: int) -> bytes:
-        """Return this end's first record, which acknowledges the ``received`` frames."""
+        """Return this end's first record, which acknowledges the first ``received`` frames."""
         (record,) = self.seal(Outgoing(Frame(Kind.CONFIRM), self._limits), received)
         return record
 

@@ -91,7 +91,7 @@ def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
 def compared(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], quantized: bool
 ) -> dict[str, str]:
-    """Compare a model's tensors with the checkpoint, which is read again.
+    """Read the checkpoint again, and compare the model's tensors with it.
 
     Quantised tensors are not compared.
 

@@ -66,7 +66,7 @@ class Partition:
 
 
 class _NoPositions(nn.Identity):
-    """Replacement for learned position embeddings, which the head adds, in the body and tail."""
+    """Replaces learned position embeddings in the body and tail, because the head adds them."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())

@@ -1,7 +1,7 @@
 """Errors of a lane, and escaping of text from a peer.
 
-The messages of these errors contain no keys, secrets or values of hidden states, so they can
-be logged and displayed.
+Their messages contain no keys, secrets or values of hidden states, so they can be logged and
+displayed.
 """
 
 from enum import StrEnum

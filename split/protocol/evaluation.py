@@ -1,4 +1,4 @@
-"""The server's state machine for a client's evaluation, which converts frames to events.
+"""The server's state machine that converts the frames of a client's evaluation to events.
 
 The client selects one of the models and sends hidden states, either of independent micro-batches or
 of texts whose keys and values the server caches. Cached texts are continued token by token, or with
@@ -82,10 +82,10 @@ class Evaluation:
     Args:
         columns_before: Prefix length of each model that the client may select, keyed by name.
         window: Maximum number of micro-batches in flight.
-        longest: Padded tokens of the largest micro-batch, prefixes included; 0 to allow only cached
-            texts.
-        max_cached_tokens: Padded tokens of the largest batch of cached texts, prefixes and new
-            tokens included.
+        longest: Number of padded tokens of the largest micro-batch, prefixes included; 0 to allow
+            only cached texts.
+        max_cached_tokens: Number of padded tokens of the largest batch of cached texts, prefixes
+            and new tokens included.
 
     Attributes:
         choosing: Whether a selected model is not ready yet. Any thread may set it.

@@ -111,7 +111,7 @@ class Limits:
             ``AVERAGE``, which is not allowed by default, and for ``HIDDEN`` and ``GRADIENT``, whose
             limit follows from ``maximum_tokens``.
         maximum_columns: Maximum number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, because
-            time and memory of attention grow with its square; None for ``maximum_tokens``.
+            time and memory of attention grow with its square; None means ``maximum_tokens``.
 
     """
 

@@ -1,4 +1,4 @@
-"""The server's state machine for a client's round of training, which converts frames to events.
+"""The server's state machine that converts the frames of a client's round of training to events.
 
 The configuration and the client's number of examples limit all counts that the client sends. A
 frame that is not consistent with earlier frames raises ``ProtocolError``.
@@ -74,7 +74,7 @@ class HeadOutput:
 
     @property
     def budget_tokens(self) -> int:
-        """Padded tokens taken from the activation budget, prefixes included."""
+        """Number of padded tokens taken from the activation budget, prefixes included."""
         return self.padded_tokens + self.hidden.shape[0] * self.columns_before
 
 

@@ -43,8 +43,8 @@ class Job:
     """A computation that the compute thread runs.
 
     Attributes:
-        tokens: Padded tokens that the job takes from the activation budget. The owner must return
-            them with ``release``, even if the job failed.
+        tokens: Number of padded tokens that the job takes from the activation budget. The owner
+            must return them with ``release``, even if the job failed.
         queued: Time at which the job was queued, on the thread's clock.
 
     """
@@ -66,7 +66,7 @@ def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | N
 
     Args:
         waiting: Jobs in order of arrival.
-        free_tokens: Padded tokens that are free in the activation budget.
+        free_tokens: Number of free padded tokens in the activation budget.
         now: Time on the clock of ``Job.queued``.
 
     """
@@ -87,7 +87,7 @@ class ComputeThread:
     """Thread that runs jobs one at a time, so that only one thread uses the body.
 
     Args:
-        activation_budget: Maximum padded tokens whose activations are in memory at once.
+        activation_budget: Maximum number of padded tokens whose activations are in memory at once.
 
     """
 

@@ -39,8 +39,8 @@ class EvaluationSession(Session):
         models: Body adapters of the models that the client may select.
         body: The frozen blocks.
         adapter: Kind, rank, scale and targets, or prefix length.
-        longest: Padded tokens of the largest micro-batch; 0 to allow only cached texts.
-        max_cached_tokens: Maximum padded tokens in the key-value cache.
+        longest: Number of padded tokens of the largest micro-batch; 0 to allow only cached texts.
+        max_cached_tokens: Maximum number of padded tokens in the key-value cache.
 
     """
 

@@ -27,7 +27,7 @@ def serve(
     minimum: int = 1,
     max_cached_tokens: int = 0,
 ) -> BlockServer:
-    """Load the body and return a running block server, which as a context manager stops on exit.
+    """Load the body and return a running block server, a context manager that stops it on exit.
 
     Args:
         directory: Directory of the checkpoint.
@@ -36,14 +36,14 @@ def serve(
         split: Partition, schedule, limits and addresses.
         adapter: Kind, rank, scale, dropout and targets, or prefix length.
         train: Settings of the optimizers.
-        longest: Padded tokens of the largest micro-batch that any client may send, prefixes
-            included.
-        columns: Tokens of the longest row that a client may train on or evaluate.
+        longest: Number of padded tokens of the largest micro-batch that any client may send,
+            prefixes included.
+        columns: Number of tokens of the longest row that a client may train on or evaluate.
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
         minimum: Minimum number of clients in a round that the clients begin together.
-        max_cached_tokens: Padded tokens of the largest batch for which a client may generate text.
-            These tokens count towards the activation budget.
+        max_cached_tokens: Maximum number of padded tokens in a batch for which a client generates
+            text. These tokens count towards the activation budget.
 
     Raises:
         BaseModelError: The body can't be loaded.

@@ -33,8 +33,8 @@ class Account:
 
     Attributes:
         purpose: ``train`` or ``evaluate``.
-        tokens: Padded tokens of all forward passes.
-        bytes_up: Bytes from the client, on the wire.
+        tokens: Number of padded tokens of all forward passes.
+        bytes_up: Number of bytes from the client, on the wire.
         seconds_computing: Time of the lane's jobs; on a GPU, only until their work is enqueued.
         seconds_queued: Time that jobs waited for the compute thread.
         seconds: Time from the handshake to the end of the lane.

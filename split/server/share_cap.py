@@ -20,7 +20,7 @@ class ShareCap:
     unknown which one is dishonest: the larger value is capped at ``multiple`` times the smaller.
 
     Values that arrive before any value of another client are accepted, and compared as soon as
-    there is one (``late_factor``).
+    one has arrived (``late_factor``).
     """
 
     def __init__(self, multiple: float) -> None:

@@ -46,7 +46,7 @@ class Member:
 
     @property
     def is_due(self) -> bool:
-        """Whether the client must send the next frame."""
+        """Whether it is the client's turn to send a frame."""
         if self.squared_norm is not None:
             return False
         return self.answered > self.returned or self.received == self.finished

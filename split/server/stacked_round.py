@@ -12,7 +12,7 @@ the other members (``ShareCap``). Values up to the cap are unchanged.
 - The gradient with respect to a micro-batch's output, and the number of targets (``GradientCap``).
   A gradient above the cap is scaled down before the backward pass, which limits its share in the
   body's gradient. The gradient for the member's own head is not scaled. A gradient that arrives
-  before any gradient of another member is compared as soon as there is one.
+  before any gradient of another member is compared as soon as one arrives.
 - The reported norm of the gradients of the head and tail. In the norm over all parties, a reported
   norm above the cap counts as the cap. For the member itself, the reported norm counts fully, which
   scales down the gradients of the member's head and tail.
@@ -127,7 +127,7 @@ class StackedRound:
     def failed(self, error: BaseException) -> None:
         """End all lanes after an error in a stacked job.
 
-        Send clients the message of missing memory alone; others may contain data of one client.
+        Clients receive only out-of-memory errors; other errors may contain data of one client.
         """
         reason = "the server failed to compute the clients' micro-batches"
         if isinstance(error, torch.OutOfMemoryError):

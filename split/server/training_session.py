@@ -54,7 +54,7 @@ class TrainingSession(Session):
 
     @property
     def planned_steps(self) -> int:
-        """Optimizer steps of the client's round; the maximum until the client has joined."""
+        """Number of steps of the client's round; the maximum until the client has joined."""
         return self._round.plan.steps
 
     def serve(self) -> None:

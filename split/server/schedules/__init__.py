@@ -1,1 +1,1 @@
-"""Schedules: how clients share the server's blocks (FL-GLM section 3.3). One module for each."""
+"""Schedules: how clients share the server's blocks (FL-GLM section 3.3); one per module."""

@@ -121,7 +121,7 @@ class Hierarchical:
     def leave(self, client: str, finished: bool) -> None:
         """Remove a client, and exclude it from averages that are not yet computed.
 
-        If the client has not finished, restore its optimizer's state from before the round if kept.
+        If the client has not finished, restore its optimizer's state from before the round, if any.
         """
         before = self._before.pop(client, None)
         if before is not None and not finished:
