@@ -1,4 +1,4 @@
-"""The default device and data type of a model, copies that don't block the host, and errors."""
+"""The default device and data type of a model, non-blocking copies, and device errors."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -71,7 +71,7 @@ def to_host(
 
 
 def memory_problem(error: RuntimeError, remedy: str) -> str:
-    """Return what didn't fit, where, and the remedy, without the other processes in CUDA's text."""
+    """Return what didn't fit, where, and the remedy; omit the processes that CUDA's text lists."""
     found = str(error).split(". ")
     return f"out of memory: {'. '.join(found[1:3] or found).rstrip('.')}; {remedy}"
 

@@ -112,7 +112,7 @@ def _means_full(error: OSError | SafetensorError) -> bool:
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write an indented JSON file; an existing file is replaced.
+    """Write or replace an indented JSON file.
 
     Raises:
         DiskFullError: The file doesn't fit on the disk.
@@ -124,7 +124,7 @@ def write_json(target: Path, content: Any) -> None:
 
 
 def write_secret(target: Path, content: bytes) -> None:
-    """Write a file that only its owner can read; an existing file is replaced."""
+    """Write or replace a file that only its owner can read."""
     with replacing(target) as aside:
         aside.touch(mode=0o600, exist_ok=False)
         aside.write_bytes(content)

@@ -95,7 +95,7 @@ def initial_adapter(
 
     One of LoRA's two matrices is zero, so the adapter initially has no effect. Prefixes are random,
     as in PEFT, unless the settings name an initial text: then the whole model is loaded to compute
-    the prefix. ``directory`` contains the base model's configuration, and defaults to ``name``'s.
+    the prefix. ``directory`` contains the configuration; by default, it is found by ``name``.
 
     Returns:
         The adapter's float32 tensors, and its PEFT configuration with explicit targets.

@@ -20,7 +20,7 @@ def model_card(
     rounds: int,
     config: Mapping[str, str | int | float | bool],
 ) -> str:
-    """Describe an adapter in Markdown with the metadata block of the Hugging Face Hub.
+    """Describe an adapter in Markdown, with the YAML metadata that the Hugging Face Hub reads.
 
     ``base`` is the base model's name in the run config, and ``directory`` is the folder from which
     the model was loaded. ``sizes`` maps clients to their numbers of training rows. The card
@@ -84,10 +84,10 @@ def merged_card(
     quantization: str,
     losses: Mapping[str, tuple[float, float]],
 ) -> str:
-    """Describe a merged model in Markdown with the metadata block of the Hugging Face Hub.
+    """Describe a merged model in Markdown, with the YAML metadata that the Hugging Face Hub reads.
 
     ``adapter`` is the adapter's folder, ``base`` the base model's name, ``directory`` its
-    checkpoint, and ``quantization`` that of the weights in training. ``losses`` maps clients to the
+    checkpoint, and ``quantization`` its quantisation in training. ``losses`` maps clients to the
     held-out losses, in nats per token, of the base model and of the adapter. The adapter's own
     card, with data sizes and run config, is at the end.
     """

@@ -62,7 +62,7 @@ def _keys_and_values(
 
 
 def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
-    """Apply dropout to a prefix, (length, columns), for each row: (rows, length, columns).
+    """Apply dropout to a prefix, (length, columns), for each row; return (rows, length, columns).
 
     The prefix is returned unchanged if the rate is 0.
     """

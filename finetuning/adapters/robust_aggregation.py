@@ -3,8 +3,8 @@
 Each cap is relative to the median of the other clients' values; if their number is even, the upper
 of the two middle values is used. With three or more clients, a single client can therefore neither
 raise its own cap nor push an honest client's cap below the value of another honest client. Only the
-lower median of all clients' values is computed: for every client above this median, the median of
-the other clients' values is the same, and the remaining clients do not reach their caps.
+lower median of all clients' values is computed: it equals the median of the other clients' values
+for every client above it, and the remaining clients do not reach their caps.
 
 Values that are not capped are returned unchanged, bit for bit.
 """

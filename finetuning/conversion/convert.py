@@ -30,7 +30,7 @@ def convert(
     Tensors keep their precision. Memory is needed for one source tensor and one target file, which
     has at most ``shard_bytes`` or one tensor. A source file in PyTorch's old format (not zip) is
     loaded as a whole. The target folder appears only when it is complete. ``version`` is
-    ChatGLM's; required if neither ``config.json`` nor the folder's name contains it.
+    ChatGLM's; it is required if neither ``config.json`` nor the folder's name contains it.
 
     Raise a ConversionError, and write nothing, if the checkpoint can't be converted.
     """

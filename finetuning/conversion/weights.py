@@ -35,7 +35,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors; only files in PyTorch's format without zip are loaded as a whole.
+    """Yield names and tensors; only files in PyTorch's old format (not zip) are loaded as a whole.
 
     Raises:
         ConversionError: A file can't be read, or contains objects other than tensors; these are
@@ -80,7 +80,7 @@ def write_shards(
 ) -> set[torch.dtype]:
     """Write tensors with the index that transformers expects, and return their data types.
 
-    A file has at most ``limit`` bytes; a larger tensor is written to a file of its own. Copies of
+    A file has at most ``limit`` bytes; a larger tensor is written to its own file. Copies of
     only one file's tensors are in memory at a time.
     """
     shards: list[list[str]] = []

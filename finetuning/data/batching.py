@@ -102,11 +102,11 @@ def micro_batches(
     """Divide examples or prompts into batches of at most ``token_budget`` padded tokens.
 
     Examples are sorted by length, which reduces padding. The first batch has the longest examples,
-    so out-of-memory errors occur immediately. An example above the budget is a batch of its own.
+    so out-of-memory errors occur immediately. An example above the budget has its own batch.
 
     Args:
         indices: Indices of the examples in ``columns``.
-        columns: Each example's prefix positions plus tokens plus tokens to be generated.
+        columns: Number of columns of each example: prefix, tokens, and tokens to be generated.
         token_budget: Maximum rows × columns of a batch.
         most_rows: Maximum number of rows of a batch.
 

@@ -26,7 +26,7 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
     """Render a conversation as text.
 
     Returns:
-        The text, and the (start, end) indices of each answer (or the last) with its end mark.
+        The text, and the (start, end) indices of each answer (or only the last), end mark included.
 
     Raises:
         TurnsChangeError: The template renders a turn differently depending on later turns.

@@ -83,7 +83,7 @@ class Prompt:
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
-    """Return the prompt for each row's last answer; a prompt does not depend on the answer.
+    """Return the prompt for each row's last answer; the answer's text doesn't affect the prompt.
 
     A prompt has at most ``max_length`` tokens, including the text that the template writes before
     an answer. Inputs are truncated to fit; a row is omitted if no answer would fit.

@@ -44,7 +44,7 @@ class Encoder:
         return str(path) if path.is_dir() else self.name
 
     def compared_layer(self) -> int:
-        """Return the layer whose hidden states are compared; raise `EncoderError` if missing."""
+        """Return the layer of the compared hidden states; raise `EncoderError` if it is missing."""
         from bert_score.utils import model2layers
         from transformers import AutoConfig
 

@@ -57,7 +57,7 @@ def generate_texts(
         batch_size: Maximum number of prompts in a batch.
         max_new: Maximum number of tokens to generate per prompt.
         max_tokens: Maximum number of padded tokens in a batch, including prefix and new tokens; a
-            longer prompt gets a batch of its own.
+            longer prompt gets its own batch.
         settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
         before_batch: Called with the number of each batch before it is processed.
         finished: Called with the number of prompts of each batch after it is processed.

@@ -23,7 +23,7 @@ class HeldOutLoss:
     Attributes:
         loss: Mean over all target tokens, in nats.
         perplexity: exp(loss), where losses above 700 count as 700.
-        target_tokens: Number of tokens predicted.
+        target_tokens: Number of target tokens.
 
     """
 
@@ -35,7 +35,7 @@ class HeldOutLoss:
 def held_out_loss(
     model: Measured, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
-    """Measure the loss without dropout; ``batch_size`` of the longest examples fit a batch."""
+    """Measure the loss without dropout; ``batch_size`` examples of maximum length fill a batch."""
     columns = [model.columns_before + len(example.tokens) for example in examples]
     batches = [
         collate([examples[i] for i in group], padding)

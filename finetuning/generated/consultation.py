@@ -1,7 +1,7 @@
 """Consultations: a layperson's short question and a consultant's friendly answer.
 
 Modelled on figure 1(b) of the FedJudge paper: an everyday problem in colloquial words, and plain
-advice that repeats the subject and its extent, and says where to get help.
+advice that repeats the subject and the sum or duration, and says where to get help.
 """
 
 from random import Random

@@ -1,8 +1,8 @@
 """Legal reasoning: a small case with numbers, and the steps that lead to its answer.
 
-Modelled on figure 1(c) of the FedJudge paper: a rigorous description. Each matter has one rule of
-the Code of the Province, and the amounts, dates or ages in the input determine the answer. The
-functions named after the matters draw these values for the sentences of reasoning.toml.
+Modelled on figure 1(c) of the FedJudge paper: numbered steps of a rigorous derivation. Each matter
+has one rule of the Code of the Province, and the amounts, dates or ages in the input determine the
+answer. The functions named after the matters draw these values for the sentences of reasoning.toml.
 """
 
 from random import Random
@@ -59,7 +59,7 @@ def limitation(draw: Random) -> dict[str, object]:
 
 
 def deposit(draw: Random) -> dict[str, object]:
-    """Ask for a deposit, which grows by a tenth if it is returned late."""
+    """Ask how much of a deposit is due; it grows by a tenth if it is returned late."""
     town, days = draw.choice(WORDS["towns"]), draw.randint(10, 60)
     paid = some_sum(draw, 300, 3_000)
     owed = paid + paid // 10 if days > 30 else paid

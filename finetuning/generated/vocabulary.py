@@ -1,7 +1,7 @@
 """The vocabulary of all generated texts: people, towns, goods, sums, dates and offences.
 
 The styles and the background use the same lists (vocabulary.toml), so that knowledge transfers
-between all texts. Only the sentences differ; each style has a file of its own.
+between all texts. Only the sentences differ; each style has its own file.
 """
 
 import hashlib

@@ -86,7 +86,7 @@ def reference(name: str, directory: Path) -> str:
 def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
-    Raise a BaseModelError if there is no end-of-text token, or the tokenizer is slow (no offsets).
+    Raise a BaseModelError if there is no end-of-text token, or no fast tokenizer, for offsets.
     """
     from transformers import AutoTokenizer
 

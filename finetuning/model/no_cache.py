@@ -10,7 +10,7 @@ class NoCache(Cache):  # type: ignore[misc]
     """A cache that returns a block's keys and values without storing them.
 
     Without a cache, ``transformers`` checks in each forward pass whether rows consist of several
-    packed texts, which has to wait for the device. Here, rows are never packed.
+    packed texts, and waits for the device. Here, rows are never packed.
     """
 
     def __init__(self) -> None:

@@ -244,7 +244,7 @@ class WholeModel:
         )
 
     def _before_forward(self, _: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
-        """Check the deadline, and remove a mask that hides nothing."""
+        """Check the deadline, and remove a mask that masks nothing."""
         if time.monotonic() > self.deadline:
             raise DeadlineError("the time limit expired; raise round-timeout, or request less work")
         return args, arguments | {"attention_mask": None} if self._without_mask else arguments

@@ -20,7 +20,7 @@ def accuracy(questions: Sequence[Question], predictions: Sequence[str]) -> dict[
 
 
 def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return accuracy and macro-F1, the mean F1 over classes among the labels and predictions."""
+    """Return accuracy and macro-F1, the mean F1 over the classes in labels or predictions."""
     right = [question.answers[0] for question in questions]
     classes = sorted({*right, *predictions})
     f1 = _mean(_f1([r == c for r in right], [p == c for p in predictions]) for c in classes)

@@ -20,7 +20,7 @@ class Question:
         prompt: Text of the question.
         answers: The right answers, each of which is sufficient. Empty if no candidate is right.
         candidates: The answers to choose from; empty if the answer is to be generated.
-        group: Key shared by related questions: on one question of MultiRC, or on one text of WSC.
+        group: Key of related questions: from one question of MultiRC, or about one text of WSC.
 
     """
 

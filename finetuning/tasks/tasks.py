@@ -18,7 +18,7 @@ class Task:
         held_out: Usual name of the file for evaluation.
         convert: Converts a row to questions, given its origin and the row.
         metrics: Scores answers.
-        complete: Adds information from other rows to questions.
+        complete: Extends each question with information from the other rows.
         is_cloze: Whether an answer is chosen from candidates; otherwise it is generated.
         has_classes: Whether the candidates have the same meaning in all questions.
         has_words: Whether the candidates are single words, whose probabilities are normalised.

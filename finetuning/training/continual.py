@@ -24,7 +24,7 @@ def importance(
 
     Args:
         model: Model with the global adapter loaded.
-        rows: Training examples, each in a micro-batch of its own; at least one.
+        rows: Training examples, each in its own micro-batch; at least one.
         jacobian: ``mean-absolute`` averages |∂L/∂W| over rows, where L is the mean loss of a row's
             targets; ``mean-gradient`` takes the absolute value of the average of ∂L/∂W.
 
@@ -95,7 +95,7 @@ class ContinualPenalty(Penalty):
         return self.weight * float(s + s.square())
 
     def add_gradient(self) -> float:
-        """Add the penalty's gradient, unless λ is always 0; return its share of the norm."""
+        """Add the penalty's gradient, unless λ is always 0; return its share of the total norm."""
         return super().add_gradient() if self.weight or self._share else 0.0
 
     def _gradients(self) -> list[torch.Tensor]:

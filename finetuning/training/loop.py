@@ -99,7 +99,7 @@ def train_round(
         local_round: Indices of each step's examples, and the round's position within the run.
         settings: Optimizer, schedule and batch sizes.
         penalty: The penalty to add to the loss.
-        optimizer_state: Optimizer state to continue from; None starts with a new one.
+        optimizer_state: Optimizer state to continue from; None means a new optimizer.
         description: Label of the progress bar.
 
     Returns:

@@ -40,7 +40,7 @@ class Penalty(ABC):
 
     @torch.no_grad()
     def add_gradient(self) -> float:
-        """Add the penalty's gradient to each ``.grad``; return the gradient's share of the norm.
+        """Add the penalty's gradient to each ``.grad``; return its share of the total norm.
 
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """

@@ -2,8 +2,8 @@
 
 A step samples each row independently, clips the gradient of each row's loss, and adds Gaussian
 noise to the sum of the gradients. The random numbers must be secret, because anyone who can
-reproduce them can subtract the noise. Therefore the operating system generates the random numbers,
-rather than a generator with the run's seed, which the coordinator knows.
+reproduce them can subtract the noise. Therefore they come from the operating system, not from the
+run's seed, which the coordinator knows.
 """
 
 import math
