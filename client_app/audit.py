@@ -115,7 +115,7 @@ def describe(message: Message, reply: Message) -> dict[str, Any]:
 
 
 def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float | str:
-    """Return the joint L2 norm of all arrays, after subtracting those of ``origin`` by name."""
+    """Return the joint L2 norm of all arrays minus the arrays of the same names in ``origin``."""
     total = 0.0
     for name, array in arrays.items():
         value = array.numpy().astype(np.float64)

@@ -71,7 +71,7 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
 
 
 def _style(index: int, seed: int) -> ClientData:
-    """Return a client with one of three styles; more than three clients share the styles."""
+    """Return a client with one of three styles; from the fourth on, styles repeat."""
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
     name = style if copy == 0 else f"{style}-{copy + 1}"
     own_seed = derive_seed("generated", seed, copy)

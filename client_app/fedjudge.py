@@ -127,8 +127,8 @@ def _privately(
 ) -> tuple[LocalRound, Stages]:
     """Return the steps and stages of a differentially private round, and record its ε.
 
-    A row yields no example if no part of its output fits. Such rows are still sampled, with a zero
-    gradient, so steps and sampling rates depend only on the number of rows.
+    A row yields no example if ``data.max-length`` leaves its output no room. Such rows are still
+    sampled, with a zero gradient, so steps and sampling rates depend only on the number of rows.
     """
     institution, number = task.institution, task.instruction.round
     # Fail before spending ε if the computation is impossible.

@@ -95,7 +95,7 @@ def train(task: Task) -> tuple[State, Metrics]:
 def evaluate(task: Task) -> Evaluation:
     """Evaluate models on held-out data; the server runs the body.
 
-    After the last round, the message contains the body's adapters; save the whole model's adapters.
+    After the last round, save the whole model's adapters; the message contains the body's part.
     """
     config, rounds = task.config, models_of(task.message)
     adapters: dict[str, State | None] = {"base": None, "global": task.arrays[ARRAYS]}

@@ -127,7 +127,7 @@ def check_steps(
     """Raise ``PolicyError`` for too many steps, or too few rows before an adapter is sent.
 
     ``steps`` contains the indices of the examples in each step of the round. Within the round,
-    adapters are sent after every ``average_every`` steps; 0 for never.
+    adapters are sent after every ``average_every`` steps; 0 means never.
     """
     _at_most(name="steps", value=len(steps), key="max-steps", limit=policy.max_steps)
     every = average_every or len(steps)

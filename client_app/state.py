@@ -1,6 +1,6 @@
 """A client's state between messages, stored on its own disk.
 
-Flower's ``context.state`` is lost when a SuperNode restarts, and silently drops states of 200 MB.
+Flower's ``context.state`` is lost when a SuperNode restarts; states of 200 MB silently disappear.
 ``<state-path>/<lineage>/<client>/round-0002/`` contains the personalised adapter and the optimizer
 state after round 2. The last two rounds are kept, so that a run that lost its last round can resume
 from the previous one. The last round whose adapter the server averaged is kept, too.

@@ -46,7 +46,7 @@ class Task:
     def local_round(self, average_every: int = 0) -> LocalRound:
         """Return the steps of this round with their examples, and the deadline.
 
-        ``average_every`` is the number of steps after which adapters are sent; 0 for never. Raise
+        ``average_every`` is the number of steps after which adapters are sent; 0 means never. Raise
         ``PolicyError`` if the site's policy doesn't allow these steps, or ``DeadlineError`` if
         there are too many for the time limit.
         """

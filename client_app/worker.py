@@ -5,8 +5,8 @@
 ``chambers site worker`` starts this program. The worker answers one message at a time; meanwhile it
 refuses other messages, which their ClientApp processes then answer. If the caller ends before
 receiving its reply, the worker exits with status 75, since this is the only reliable way to stop
-all computations of a message. It also exits with this status after a failed kernel, because no
-other kernel could run. A supervisor such as systemd then restarts the worker.
+all computations of a message. It also exits with this status after a GPU kernel has failed, because
+no other kernel could run. A supervisor such as systemd then restarts the worker.
 """
 
 import argparse

@@ -14,7 +14,7 @@ MODELS = ("base", "global", "personalised")
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a held-out question; ``answers_record`` makes each text a single line."""
+    """A model's answer to a held-out question; ``answers_record`` puts each text on one line."""
 
     model: str  # one of ``MODELS``
     question: str
@@ -31,7 +31,7 @@ def answers_record(answers: Sequence[Answer]) -> ConfigRecord:
 
 
 def answers_problem(reply: Message, most: int) -> str | None:
-    """Return the reason to reject a reply's answers, or None; ``most`` is the limit per model."""
+    """Return why a reply's answers are rejected, or None; a model may have at most ``most``."""
     record = _record(reply)
     if record is None:
         return None
@@ -48,7 +48,7 @@ def answers_problem(reply: Message, most: int) -> str | None:
 
 
 def answers_of(reply: Message) -> list[Answer]:
-    """Return the answers in a reply that ``answers_problem`` accepted, possibly none."""
+    """Return the answers in a reply that ``answers_problem`` accepted; the list may be empty."""
     record = _record(reply)
     if record is None:
         return []

@@ -3,7 +3,7 @@
 Flower authenticates the SuperNode that sends a request, but not the message in the request: any
 registered SuperNode can store a message for another SuperNode and name the coordinator as the
 sender. An instruction therefore carries an Ed25519 signature, and a secret key that the recipient
-uses to authenticate the reply (HMAC-SHA-256). Signature and HMAC each cover a message's content.
+uses to authenticate the reply (HMAC-SHA-256). The signature covers the instruction, the HMAC both.
 """
 
 import hmac
@@ -29,7 +29,7 @@ CLOCK_SECONDS = 300.0
 
 
 class AuthenticationError(UserError, ValueError):
-    """A message is malformed, replayed, expired, post-dated, or from or for a different party."""
+    """A message is malformed, forged, replayed, expired, post-dated, or for another recipient."""
 
 
 class Statement(BaseModel):
@@ -110,7 +110,7 @@ class SignedInstruction:
     def verify(self, key: Ed25519PublicKey, message: Message, node: int, run: int) -> None:
         """Verify that the coordinator signed this instruction for this recipient, run and time.
 
-        ``message`` contained the instruction; ``node`` and ``run`` are Flower's ids of this
+        ``message`` contains this instruction; ``node`` and ``run`` are Flower's ids of this
         SuperNode and of the run. Raise ``AuthenticationError`` if the verification fails.
         """
         statement, now = self.statement, time.time()

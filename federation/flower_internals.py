@@ -76,7 +76,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 
 def build_release(files: Mapping[str, Path]) -> bytes:
-    """Build a release from files, keyed by path in the release; ``flwr build`` needs a folder."""
+    """Build a release from files, keyed by path in the release (``flwr build`` needs a folder)."""
     # Importing Flower's command line is slow, and only `chambers site sign` needs it.
     from flwr.cli.build import build_fab_from_files
 

@@ -1,4 +1,4 @@
-"""The Flower messages between server and clients: their records and keys.
+"""The Flower messages between server and clients: their records, and the records' keys.
 
 Every message contains a ConfigRecord ``config``; adapters are sent as float32 ArrayRecords. A
 client that can't carry out an instruction replies with a ``problem``: the text of the error.
@@ -98,15 +98,15 @@ def is_name(text: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return a text, which a peer may have sent, as one line of bounded length."""
+    """Return a text, possibly from an untrusted peer, as one printable line of bounded length."""
     return printable(" ".join(text[:10_000].split()))
 
 
 def lane_record(invitation: Invitation, models: Mapping[str, int]) -> ConfigRecord:
     """Return an invitation to a lane as a ConfigRecord, which contains the ticket's secret.
 
-    ``models`` contains the models that the client evaluates or, in train messages, keeps on its
-    disk: for each model's name, the round of the server's matching adapter.
+    ``models`` maps the name of each model that the client evaluates (or, in train messages, has on
+    its disk) to the round of the server's matching adapter.
     """
     return ConfigRecord(
         {

@@ -29,7 +29,7 @@ def check_keys(node: Mapping[str, Scalar]) -> None:
 def is_simulation(node: Mapping[str, Scalar]) -> bool:
     """Return whether a client is simulated, and so has no rows of its own.
 
-    Flower's examples pass the partition keys to real SuperNodes, too, which aren't simulated.
+    Flower's examples also pass the partition keys to real SuperNodes, which aren't simulated.
     """
     return node.keys() == _PARTITION_KEYS and Path(sys.argv[0]).name != _DEPLOYED
 

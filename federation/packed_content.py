@@ -1,8 +1,8 @@
 """The content of an authenticated message: records as bytes, encrypted arrays, and their digest.
 
-Flower stores messages as objects whose ids are digests of their contents, and rejects an object
-that was announced earlier with different children. An attacker who can predict an object can
-therefore block it. To prevent this, records without arrays are sent as bytes together with random
+Flower stores a message as a tree of objects whose ids are digests of their contents. It rejects an
+object that was announced earlier with different children, so an attacker who can predict an object
+can block it. To prevent this, records without arrays are sent as bytes together with random
 values, and arrays are encrypted (AES-256-CTR) with random keys. The keys are sent in the same
 message, so encryption does not hide the arrays from anyone who reads the message.
 """

@@ -1,4 +1,4 @@
-"""Check that a run can be resumed: it needs a checkpoint, and mostly its original settings."""
+"""Check that a run can be resumed: it needs a checkpoint, and most settings must be unchanged."""
 
 import json
 from pathlib import Path

@@ -212,7 +212,7 @@ class RunConfig(Section):
 
     @property
     def row(self) -> dict[str, int]:
-        """Settings, by name, whose sum is the maximum number of positions in a row with prefix."""
+        """Settings whose sum is the maximum number of positions in a row, including its prefix."""
         before = self.adapter.columns_before
         prefix = {"adapter.prefix-length": before} if before else {}
         return prefix | {"data.max-length": self.data.max_length}

@@ -41,7 +41,7 @@ _NEEDS = {
 
 
 def results_folder(output_dir: str) -> Path:
-    """Return the parent of all run folders: ``output-dir``, or one in the user's data folder."""
+    """Return the folder of all runs: ``output-dir``, or ``runs`` in the user's data folder."""
     if output_dir:
         return Path(output_dir).expanduser()
     return platformdirs.user_data_path("chambers") / "runs"

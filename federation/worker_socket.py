@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class WorkerError(Exception):
-    """The worker can't answer a message; "the worker" is the subject of the error's text."""
+    """The worker can't answer a message; the text completes a sentence that begins "the worker"."""
 
 
 def refuse_open_folder(path: Path) -> None:

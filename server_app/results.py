@@ -73,7 +73,7 @@ class Results:
             log(WARNING, "The run's status can't be written: %s", error)
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Append an event to ``metrics.jsonl``, and its numbers to TensorBoard.
+        """Append an event to ``metrics.jsonl``, and its numbers to TensorBoard's file.
 
         Texts are escaped and shortened, so that no peer's text can make the run fail. Raise
         ``DiskFullError`` if the disk is full.
@@ -98,7 +98,7 @@ class Results:
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
     ) -> None:
-        """Save a client's personalised adapter, which ``checkpoint`` later publishes.
+        """Save a client's personalised adapter until ``checkpoint`` copies it to its final folder.
 
         ``adapters/clients`` contains only adapters of evaluated rounds: if the run ends before the
         evaluation and is resumed, the round may be repeated without this client.
@@ -155,7 +155,7 @@ class Results:
         write_report(self.directory)
 
     def discard(self, round_number: int) -> None:
-        """Delete an unusable round's adapters, and its checkpoint if there is an earlier one."""
+        """Delete a round's unusable adapters, and its checkpoint if there is an earlier one."""
         discard_checkpoint(self.directory, round_number)
         remove_whole(self._trained(round_number))
 
@@ -181,7 +181,7 @@ class Results:
         return self.directory / _TRAINED / str(round_number)
 
     def _publish(self, finished_rounds: int) -> None:
-        """Publish the finished round's personalised adapters; delete those of unfinished rounds."""
+        """Copy a round's personalised adapters to ``adapters/clients``, and delete all others."""
         trained = self._trained(finished_rounds)
         for folder in sorted(trained.glob("*")):
             with replacing(self._clients / folder.name) as aside:
@@ -189,7 +189,7 @@ class Results:
         remove_whole(trained.parent)
 
     def rewind_to(self, checkpoint: Checkpoint) -> None:
-        """Delete data written after a checkpoint, which the resumed run writes again.
+        """Delete data written after a checkpoint; the resumed run writes it again.
 
         TensorBoard's files are not changed, so they contain repeated rounds twice.
         """

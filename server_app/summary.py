@@ -21,7 +21,7 @@ _ANSWERING = ("base", "global")
 
 
 def summary(directory: Path) -> str:
-    """Return a run's summary: the tables of answers (if any) and of losses, and paths."""
+    """Return a run's summary: the tables of answers (if any) and losses, and the results' paths."""
     events = read_events(directory / METRICS)
     config = json.loads((directory / "config.json").read_bytes())
     matters = not config.get("data.path") and config.get("data.generated") == "matters"
@@ -35,7 +35,7 @@ def summary(directory: Path) -> str:
 
 
 def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
-    """Return a table of held-out questions with the answers of two models, or no table."""
+    """Return a list with a table of held-out questions and two models' answers; empty if none."""
     title = "Held-out questions" + ", first on topics that only other clients have" * matters
     table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(width=12, no_wrap=True)

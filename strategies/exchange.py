@@ -47,18 +47,18 @@ def exchange(
     """Send messages, and yield each reply as it arrives, with the addressed client as its sender.
 
     If a message can't be sent, or its reply can't be read or has the wrong sender, an error is
-    yielded instead of the reply. Replies are pulled one at a time, and no references to them are
-    kept: if the caller keeps none either, only one reply is in memory. A reply that the SuperLink
-    has not completely received is pulled in the background, so that a client that never finishes
-    sending doesn't delay other clients.
+    yielded instead. Replies are pulled one at a time, so only one is in memory if the caller keeps
+    no references. A reply that the SuperLink has not completely received is pulled in the
+    background, so that a client that never finishes sending doesn't delay other clients.
 
     Args:
         grid: Connection to the SuperNodes.
         messages: At most one message per client.
         timeout: Seconds that each client has to reply.
-        signer: Signs the messages, whose replies must then be authenticated; None to sign nothing.
+        signer: Signs the messages; replies to signed messages must be authenticated. None to sign
+            nothing.
         array_bytes: Expected size of the arrays in a reply, in bytes.
-        on_poll: Function that is called each time all clients have been polled.
+        on_poll: Function to call each time all clients have been polled.
         patience_seconds: Time to wait for a reply before polling the other clients.
 
     """
@@ -132,7 +132,7 @@ def _begin_pull(
     """Start to pull the reply to a request, and wait briefly for it.
 
     The SuperLink announces a reply before it has received all of its objects. Flower waits for the
-    missing objects as long as the client keeps sending any, so the pull gets a thread of its own.
+    missing objects as long as the client keeps sending any, so the pull gets its own thread.
     """
     future: Future[list[Message]] = Future()
 

@@ -181,7 +181,7 @@ class FLGLM(Rounds):
     def _exchange(
         self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
     ) -> Iterator[Message]:
-        """Send messages, and yield replies; after the last reply, end the lanes that are open.
+        """Send messages, and yield replies; after the last reply, end the lanes still open.
 
         In training, the serial schedule waits for each reply before it sends the next message, and
         ends the lane of a late client, so that a late client can't delay the next one.

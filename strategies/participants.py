@@ -127,9 +127,9 @@ class Participants:
 
         A SuperNode that reconnected with the same id is queried again, because its data or name may
         have changed; if it doesn't answer or can't take part, its registration is kept. Refused
-        SuperNodes are queried again after a registered SuperNode has disconnected, because it may
-        have had the same name. A SuperNode that doesn't answer, perhaps because it is preparing a
-        large model, is queried again in the next rounds, at most three times in all.
+        SuperNodes are queried again after a registered SuperNode has disconnected, which may have
+        had the same name as one of them. A SuperNode that doesn't answer, perhaps because it is
+        preparing a large model, is queried again in the next rounds, at most three times in all.
 
         Return the reasons for refusing clients, keyed by name. Raise ``TooFewClientsError`` if not
         enough SuperNodes are connected in time.
@@ -201,7 +201,7 @@ class Participants:
     def check(
         self, reply: Message, sender: Participant, reference: ArrayRecord | None, minimum: float
     ) -> str | None:
-        """Return why a reply can't be used (printable), or None; see ``reason_to_refuse``."""
+        """Return a printable reason to refuse a reply, or None; see ``reason_to_refuse``."""
         reason = reason_to_refuse(
             reply,
             name=sender.name,

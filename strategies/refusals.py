@@ -57,7 +57,7 @@ def reason_to_refuse(
         base: Digest of the run's base model.
         reference: Required names and shapes of the arrays; None for a reply without arrays.
         minimum: Smallest allowed value in the arrays.
-        answers: Maximum number of answers as text, per model.
+        answers: Maximum number of generated answers that the reply may contain for each model.
 
     """
     return (

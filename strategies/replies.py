@@ -18,7 +18,7 @@ from finetuning.files import filling
 
 
 class Replies:
-    """Context manager for valid replies; their arrays are stored in files, which exit deletes.
+    """Context manager for valid replies, whose arrays are stored in files and deleted on exit.
 
     Files that a killed run left behind in the same folder are deleted on entry.
     """

@@ -84,7 +84,7 @@ class Rounds(Strategy):
 
         Raises:
             RefusedError: At least one client can't take part.
-            TooFewClientsError: Fewer than ``min-nodes`` clients are connected or reply validly.
+            TooFewClientsError: There are fewer clients or valid replies than ``min-nodes``.
             NotFiniteError: Most clients report that the global adapter is unusable.
 
         """
@@ -197,7 +197,7 @@ class Rounds(Strategy):
             yield collected
 
     def _record_round(self, server_round: int, collected: Replies) -> None:
-        """Record a training round; raise an error if it has too few valid or finite replies."""
+        """Record a training round; raise an error if too few replies are valid or finite."""
         valid, left_out = collected.metrics, collected.left_out
         event = {"event": "round", "round": server_round, "participants": list(valid)}
         seconds = self._status.seconds

@@ -22,7 +22,7 @@ _REASONS: dict[What, str] = {
 def record_scaled(
     journal: Journal, server_round: int, what: What, factors: Mapping[str, float]
 ) -> None:
-    """Log and record each client that was scaled down in an average, by a factor below 1."""
+    """Log and record each client whose contribution was scaled down: its factor is below 1."""
     for name, factor in factors.items():
         if factor < 1:
             log(WARNING, "%s: its %s is scaled by %.2g: it %s", name, what, factor, _REASONS[what])
