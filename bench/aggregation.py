@@ -7,7 +7,7 @@ The adapters are LoRA of rank 16 on all linear layers of a model with 32 blocks 
 round without evaluation, in a fresh process. An in-process grid generates each reply from random
 numbers when it is pulled; this time is not counted. ``FedAvg`` pulls all replies and averages them
 at once. Chambers pulls them one by one, checks them, stores them on disk, writes each client's
-personalised adapter, averages, and writes the global adapter, a checkpoint and the report.
+personalised adapter, averages them, and writes the global adapter, a checkpoint and the report.
 
 Memory is the largest growth of the process's resident memory (VmHWM, which includes mapped files)
 after a warm-up run with small adapters. The two averages are compared value by value.
@@ -103,7 +103,7 @@ class TrainingOnly(FedJudgeBase):
 
 
 def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRecord, float]:
-    """Run a round; return the average, and the seconds without the generation of replies."""
+    """Run a round; return the average, and the seconds spent, except on generating replies."""
     grid = RandomClients(clients, blocks)
     initial = to_arrays(draw_adapter(blocks, 0))
     started = time.perf_counter()
@@ -121,7 +121,7 @@ def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRe
 
 
 class Averaging:
-    """FedAvg or Chambers in a process of its own, warmed up with small adapters."""
+    """FedAvg or Chambers in its own process, warmed up with small adapters."""
 
     def __init__(self, side: str) -> None:
         logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -130,7 +130,7 @@ class Averaging:
             average(side, clients=2, blocks=1, folder=Path(folder))
 
     def measure(self, clients: int) -> tuple[ArrayRecord, int, float]:
-        """Run a round, and return the average, the peak in bytes, and the seconds."""
+        """Run a round, and return the average, the peak memory in bytes, and the seconds."""
         with tempfile.TemporaryDirectory() as folder:
             memory = Memory()
             averaged, seconds = average(self._side, clients, _BLOCKS, Path(folder))

@@ -28,7 +28,7 @@ _made: list[Any] = []  # in a worker's process, the object that it has made
 class Worker:
     """A process with one torch thread; used in a ``with`` statement, at whose end it is killed.
 
-    The process makes an object, and calls the object's methods one after another. It is bound to
+    The process makes an object, and calls its methods one after another. It is bound to
     its cores before it starts any thread. Between calls, it uses no processor time.
     """
 

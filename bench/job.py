@@ -40,7 +40,7 @@ LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds; longer than any measu
 
 @dataclass(frozen=True)
 class Job:
-    """What a process trains: the checkpoint, the examples and the settings."""
+    """A training job: checkpoint, examples, number of steps, settings, devices and seed."""
 
     directory: Path  # directory of the checkpoint
     shape: Shape
@@ -92,7 +92,7 @@ def random_job(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Iterator[Job]:
-    """Write a random checkpoint to a temporary directory, and return a job for it."""
+    """Write a random checkpoint to a temporary directory, and yield a job for it."""
     with tempfile.TemporaryDirectory() as directory:
         shape.save(Path(directory), dtype)
         yield Job(Path(directory), shape, steps, examples, **settings)

@@ -97,7 +97,7 @@ def _told(scores: Sequence[float], members: int) -> float:
 
 
 def main() -> None:
-    """Attack rounds of different lengths, and print the table."""
+    """Attack rounds with different numbers of rows, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seeds", type=int, default=3)

@@ -60,7 +60,7 @@ _ALLOCATORS = {
 
 
 class Client:
-    """A client in a process of its own, which measures its memory."""
+    """A client that measures its own memory, in a separate process."""
 
     def measure(self, job: Job, split: SplitSettings, invitation: Invitation) -> dict[str, int]:
         """Train, and return byte counts by name."""
@@ -82,7 +82,7 @@ class Client:
 
 
 class MeasuredServer:
-    """A block server in a process of its own, which measures its memory."""
+    """A block server that measures its own memory, in a separate process."""
 
     def invite(self, jobs: Sequence[Job], split: SplitSettings) -> list[Invitation]:
         """Begin to serve, and return the invitations."""

@@ -38,7 +38,7 @@ from split.settings import SplitSettings
 
 
 class Whole(Side):
-    """The whole model in a process of its own, which ``stack`` ends."""
+    """The whole model in its own process, which ``stack`` ends."""
 
     def __init__(self, stack: ExitStack, job: Job, cores: Collection[int]) -> None:
         self._worker = stack.enter_context(Worker(cores, Training, [job]))
@@ -55,7 +55,7 @@ class Whole(Side):
 
 
 class Split(Side):
-    """A block server and its clients, each in a process of its own, which ``stack`` ends.
+    """A block server and its clients, each in its own process, which ``stack`` ends.
 
     There is a client for each job. With ``together``, the clients are threads of one process.
     ``line`` is the one-way delay in seconds and the rate in Gbit/s of a proxy between server and
@@ -114,7 +114,7 @@ class Split(Side):
         return [clients, self._server.ask(gpu_peak)]
 
     def _ask_clients(self, method: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
-        """Call a method in all clients' processes at the same time; join the lists it returns."""
+        """Call a method in all clients' processes concurrently; join the lists it returns."""
         calls = zip(self._clients, arguments, strict=True)
         answers = [client.submit(method, argument) for client, argument in calls]
         return [each for answer in answers for each in answer.result(ANSWER_SECONDS)]
@@ -144,7 +144,7 @@ class Training:
             self._runs = [partial(_train_client, load_ends(job, split), job, split) for job in jobs]
 
     def begin(self, invitations: Sequence[Invitation | None] = (None,)) -> list[float]:
-        """Begin to train, clients with an invitation each; wait until all models are ready."""
+        """Begin to train, each client with its own invitation; wait until all models are ready."""
         pairs = zip(self._runs, invitations, strict=True)
         self._turns = [_Turns(partial(run, invitation)) for run, invitation in pairs]
         return [turns.end() for turns in self._turns]

@@ -1,6 +1,6 @@
-"""The cost of record-level differential privacy: ``python -m bench.privacy``.
+"""The cost of row-level differential privacy: ``python -m bench.privacy``.
 
-Three clients with generated rows train by FedJudge-Base. The table has a row for each ε: each
+Three clients with generated rows train with FedJudge-Base. The table has a row for each ε: each
 client adds the least noise with which its run spends at most ε; ∞ is a run without privacy. With
 privacy, clients' replies contain no losses, so held-out losses are measured here.
 """

@@ -1,9 +1,8 @@
 """A TCP proxy that simulates a slower line, with a one-way delay and a limited rate.
 
-Received bytes are forwarded when the line would have delivered the last of them: the delay costs no
-throughput, and each direction has the full rate. On both sides of the proxy, TCP's slow start is as
-on the loopback. The slow start of a real long line, which ends after a few round trips with gRPC's
-large windows, is not measured.
+Received bytes are forwarded when the line would have delivered the last of them, so the delay costs
+no throughput. Each direction has the full rate. TCP's slow start on a real long line, which ends
+after a few round trips with gRPC's large windows, is not simulated.
 """
 
 import asyncio

@@ -13,7 +13,7 @@ server have finished their optimizer steps.
 Each schedule has separate processes: one for the server, and one for each client with its head,
 tail and optimizer; between turns they wait. Each number of clients is measured separately, because
 the memory of many processes slows all of them down. CPU seconds are user and system time of all of
-a schedule's processes. Three ratios are those of medians, of minima and of CPU seconds. The fourth
+a schedule's processes. Three ratios are of medians, minima and CPU seconds. The fourth
 ("pairs") is the median of each turn's ratio; slower periods of the machine hardly affect it.
 
 The last columns are the server's CPU seconds per sample, and the limit of the speed-up that they

@@ -42,7 +42,7 @@ _LANES = ("near", "far")
 
 
 class Server:
-    """A block server in a process of its own, with a lane for each name in ``_LANES``."""
+    """A block server in its own process, with a lane for each name in ``_LANES``."""
 
     def __init__(self, job: Job, split: SplitSettings) -> None:
         body = load_body(job, split)

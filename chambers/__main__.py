@@ -98,7 +98,7 @@ def _chambers(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Fine-tune language models on private text that stays with its owners; use the models."""
+    """Fine-tune language models on private text that stays with its owners, and use the models."""
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:

@@ -42,8 +42,8 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors in a simulation.
 
     If all clients must train concurrently, each has its own actor. Otherwise, clients take turns on
-    one actor per GPU or, without GPUs, per core, if memory allows. Without GPUs, in strategies
-    other than fl-glm, fewer than two clients per core have one actor each, to avoid idle cores.
+    one actor per GPU or, without GPUs, per core, if memory allows. Without GPUs and fl-glm, each
+    client has its own actor if there are fewer than two per core, so that no core is idle.
 
     Raises:
         UserError: This machine can't simulate all clients concurrently, as the schedule requires,
@@ -89,7 +89,7 @@ def _all_at_once(config: RunConfig) -> bool:
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Return the size of a client's frozen weights in bytes; 0 for ``tiny``, which is small."""
+    """Return the bytes of a client's frozen weights; 0 for ``tiny``, whose size is negligible."""
     if config.model.name == TINY:
         return 0
     from finetuning.model.base_model import fetch

@@ -18,6 +18,6 @@ def read_bytes(file: Path) -> bytes:
 
 
 def described(error: OSError) -> str:
-    """Return the reason of an error, or else its text or type, after the file's name if known."""
+    """Return the system's message, or the error's text or type, after the file's name if known."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason

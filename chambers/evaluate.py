@@ -255,7 +255,7 @@ class Evaluate(BaseModelOptions):
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:
-    """Return a base model's name, with its precision if the name stands for a different one."""
+    """Return a base model's name, with its precision if the name alone is already taken."""
     other = sources.get(settings.name)
     if other is None or other.settings == settings:
         return settings.name

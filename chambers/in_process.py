@@ -1,7 +1,7 @@
 """Runs in this process: messages are passed to the ClientApp directly, without a SuperLink.
 
-The ServerApp and the ClientApp work as in a simulation, but there is no simulation to start, which
-takes longer than training a small model.
+The ServerApp and the ClientApp work as in a simulation, but no simulation has to be started: that
+would take longer than training a small model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -80,7 +80,7 @@ class InProcessGrid(Grid):
 
 
 class ConcurrentGrid(InProcessGrid):
-    """Passes train messages to all SuperNodes at the same time, each in a thread.
+    """Passes train messages to all SuperNodes concurrently, each in a thread.
 
     With ``split.schedule = "client-batch"``, clients wait for each other within every step. Each
     client has its own model. Messages of other types are passed one after another, because the

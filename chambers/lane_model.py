@@ -97,7 +97,7 @@ class LaneModel:
         self._model.end(until=time.monotonic() + _PATIENCE_SECONDS)
 
     def close(self) -> None:
-        """Close the lane, which is allowed even after an error."""
+        """Close the lane; this is allowed even after an error."""
         self._connection.close()
 
     def _attempt(self, compute: Callable[[], Result]) -> Result:

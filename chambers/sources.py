@@ -44,7 +44,7 @@ def _expanded(value: Any) -> Any:
 
 
 def check_at_least_one(options: object, *names: str) -> None:
-    """Raise ``CommandError`` if one of the named options is given and is less than 1."""
+    """Raise ``CommandError`` if any of the named options is given and is less than 1."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -103,7 +103,7 @@ class AdapterOptions(BaseModelOptions):
     ) -> ModelSettings:
         """Return the settings of the base model from the options or, by default, from the run.
 
-        ``offered`` is the name at another party, used if the run names no base model here.
+        ``offered`` is the model's name at another party, used if the run's isn't on this machine.
 
         Raises:
             CommandError: No base model is named, or the named one isn't on this machine.

@@ -55,7 +55,7 @@ class SuperLink:
 def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
     """Start a SuperLink on a free local port; on exit, end it and all its processes.
 
-    ``home``, created if missing, is the FLWR_HOME. Unless ``simulated``, SuperNodes can connect.
+    ``home``, created if missing, is FLWR_HOME. Unless ``simulated``, SuperNodes can connect.
 
     Raises:
         CommandError: The SuperLink doesn't start; the message contains the end of its log.
@@ -168,7 +168,7 @@ def run_app(
 
 
 def _status(superlink: SuperLink, log: str) -> str:
-    """Query the run's status, which ``flwr run --stream`` doesn't return as its exit status."""
+    """Query the run's status, because the exit status of ``flwr run --stream`` doesn't tell it."""
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
         # Disable colours: notebooks set FORCE_COLOR.

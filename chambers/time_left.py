@@ -47,7 +47,7 @@ def _recent_mean(seconds: Mapping[int, float]) -> float:
 
 
 def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
-    """Return the estimated remaining seconds of the current training."""
+    """Return the estimated remaining seconds of the current round's training."""
     done = [lane.steps / lane.planned for lane in status.lanes if lane.planned]
     ended = {*status.replied, *status.left_out} - {lane.client for lane in status.lanes}
     share = (len(ended) + sum(done)) / max(1, len(status.asked), len(ended) + len(done))

@@ -34,8 +34,8 @@ _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapt
 class Train:
     """Train in simulation on this machine.
 
-    The complete run, with all clients, is on this machine. Without settings, three clients with
-    generated data fine-tune the built-in tiny model.
+    All clients of the run are simulated here. Without settings, three clients with generated data
+    fine-tune the built-in tiny model.
 
     \b
       chambers train demo
@@ -189,7 +189,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
 
 
 def _check_clients(run: Path, clients: int) -> None:
-    """Check that a run is resumed with the same number of clients, which determines their rows."""
+    """Check that a run is resumed with as many clients as before; else their rows would change."""
     try:
         events = read_events(run / METRICS)
     except (OSError, ValueError) as error:

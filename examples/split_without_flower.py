@@ -2,7 +2,7 @@
 
     python examples/split_without_flower.py FOLDER [checkpoint]
 
-Both parties run in this process, from the same settings, checkpoint and initial adapter. The server
+Both parties run in this process, with the same settings, checkpoint and initial adapter. The server
 sends the client an invitation. The joined adapter is saved to FOLDER in PEFT's format.
 """
 

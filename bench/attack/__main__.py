@@ -4,7 +4,7 @@ In the attack of FL-GLM section 4.3.3, a decoder is trained on a colluding clien
 and texts, and then applied to another client's hidden states. Other attacks use the public model.
 Each cell of the tables is stored as a file in the output folder; later runs with the same settings
 read the file. With ``--document``, a record of all cells, the tables and the pictures are written
-to the folder named; ``python -m bench.pages`` then puts the tables into ``attack.md``.
+to the named folder; ``python -m bench.pages`` then puts the tables into ``attack.md``.
 """
 
 import argparse

@@ -33,7 +33,7 @@ _MAX_WITHOUT_ADAPTER = 64
 
 
 class Attacked:
-    """A client's texts, and the attacks on them; the checkpoint is in ``directory``."""
+    """A client's texts, and the attacks on them; ``directory`` contains the attacked checkpoint."""
 
     def __init__(self, directory: Path, texts: Texts, sizes: Sizes) -> None:
         self._directory = directory

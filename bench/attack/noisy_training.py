@@ -29,7 +29,7 @@ ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 
 @dataclass(frozen=True)
 class NoisyRun:
-    """The result of training; the noise is also on while held-out losses are measured."""
+    """The result of training; held-out losses are measured with the noise, too."""
 
     loss_before: float  # held-out loss of the base model
     loss_after: float  # held-out loss of the trained model

@@ -106,8 +106,8 @@ class PublicHead:
     def _outputs(self, cache: Any, length: int, candidates: Tensor) -> Tensor:
         """Return the head's output for each candidate after ``length`` tokens in the cache.
 
-        The output is (candidates, hidden). The candidates form one row, all at the same
-        position; each attends to the text before and to itself. The cache is left unchanged.
+        The output is (candidates, hidden). The candidates form one row, all at the same position;
+        each attends only to the preceding text and to itself. The cache is left unchanged.
         """
         outputs = []
         for group in torch.split(candidates, _CANDIDATES_AT_ONCE):

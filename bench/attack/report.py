@@ -177,7 +177,7 @@ def _scores(cells: Sequence[CellRecord]) -> tuple[str, str]:
 
 
 def _count(cells: Sequence[CellRecord]) -> str:
-    """Return the number of tokens (or labels) read, and of those attacked, over all seeds."""
+    """Return the numbers of tokens (or labels) read and attacked, over all seeds."""
     results = [cell["result"] for cell in cells]
     read = sum(round(result["tokens"] * result["attacked"]) for result in results)
     return f"{read}/{sum(result['attacked'] for result in results)}" if results else "–"

@@ -1,4 +1,4 @@
-"""Carry out an experiment's runs, each in a folder of its own."""
+"""Carry out an experiment's runs, each in its own folder."""
 
 import json
 import os

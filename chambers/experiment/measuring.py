@@ -49,7 +49,7 @@ def _measures_of(experiment: Experiment, arm: str) -> set[Measure]:
 def measure_untrained(
     experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
 ) -> list[Record]:
-    """Return the values of the base model, and those of one answer given to every question."""
+    """Return the values of the base model, and of giving the same answer to every question."""
     records = list(_constant_records(seed, groups, {table.measure for table in experiment.tables}))
     arms = [name for name, arm in experiment.arms.items() if not arm.trained]
     if arms:
@@ -130,7 +130,7 @@ class Measuring:
     def values(
         self, adapter: Path | None, groups: Sequence[Group], measures: Sequence[Measure]
     ) -> Iterator[tuple[str, Measure, list[float]]]:
-        """Yield a model's values on each group; without an adapter, those of the base model."""
+        """Yield a model's values on each group; without an adapter, the base model's values."""
         own = {"loss": self._losses, "article": self._articles, "accuracy": self._correct}
         with self._opened(adapter) as model:
             for group in groups:

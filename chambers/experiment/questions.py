@@ -48,7 +48,7 @@ def client_names(config: RunConfig) -> list[str]:
 
 
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
-    """Return at most ``count`` held-out questions for each client; from a file, the first ones.
+    """Return at most ``count`` held-out questions for each client (the first ones of a file).
 
     Raises:
         CommandError: A client has no held-out rows.

@@ -32,7 +32,7 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
     """Return the rows of a table, with the arms in the table's order.
 
     Each arm is compared with the arm ``against``, question by question. For columns ``own``, models
-    are compared with that arm's models of the same kind or, without these, of its first kind. For
+    are compared with that arm's models of the same kind or, if it has none, of its first kind. For
     columns ``groups``, each model is compared with the mean of that arm's models.
     """
     models = _models(records, table.measure)
@@ -88,7 +88,7 @@ def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
 
 
 def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
-    """Return each group's values of its client's model, and their mean over other clients' models.
+    """For each group, return the values of its client's model, and the other models' mean.
 
     A model that belongs to no client has the same values in both columns.
     """

@@ -45,7 +45,7 @@ class Authority:
         The certificate is valid for the host names and addresses in ``names``.
 
         Raises:
-            CommandError: The authority expires before the certificate.
+            CommandError: The authority would expire before the certificate.
 
         """
         now = datetime.now(UTC)

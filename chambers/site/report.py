@@ -1,4 +1,4 @@
-"""The output of ``chambers site check``: a line with the result of each check."""
+"""The output of ``chambers site check``: one line per check, with its result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Prove what lane.horn says for every pair of compromised secrets, with the prover E.
+"""Check the properties in lane.horn for each pair of compromised secrets, with the prover E.
 
 `python docs/formal/check.py` prints the table of docs/formal.md. E saturates a query's clauses:
 if it ends without a contradiction, the query can't be reached, and the property is proven.
@@ -48,7 +48,7 @@ def holds(secrets: tuple[str, ...], when: str, query: str) -> bool:
 
 
 def clauses(text: str, labels: set[str]) -> Iterator[str]:
-    """Yield the model's clauses with these labels, and those without, in E's language (TPTP)."""
+    """Yield the model's clauses with these labels or no label, in E's language (TPTP)."""
     yield "cnf(agreement, axiom, dh(X, pub(Y)) = dh(Y, pub(X)))."
     short: dict[str, tuple[list[str], str]] = {}
     for line in text.splitlines():
@@ -81,7 +81,7 @@ def expanded(text: str, short: dict[str, tuple[list[str], str]]) -> str:
 
 
 def closed(text: str) -> tuple[str, str]:
-    """Divide a text at the bracket that closes it."""
+    """Divide a text at its unmatched closing bracket."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -103,7 +103,7 @@ def arguments(text: str) -> list[str]:
 
 
 def table() -> str:
-    """Return the table: of no secret, each one and each pair, those that break a property."""
+    """Return a table of all sets of at most two secrets whose compromise breaks a property."""
     lines = [f"| compromised | {' | '.join(QUERIES)} |", "|---" * (1 + len(QUERIES)) + "|"]
     for secrets in (s for count in range(3) for s in combinations(SECRETS, count)):
         marks = ["" if holds(secrets, *query) else "✗" for query in QUERIES.values()]
