@@ -86,7 +86,7 @@ class SplitSettings(Section):
     gather_timeout: PositiveFloat = Field(
         60.0,
         description="Seconds after which `client-batch` continues without clients that others are "
-        "waiting for. Also seconds after which the lane of a silent client ends if other "
+        "waiting for. The lane of a silent client also ends after this time if other "
         "clients wait for the part of `activation-budget` that the client occupies. Once waiting "
         "has taken half of `round-timeout`, the client that caused the longest wait is dropped.",
     )
