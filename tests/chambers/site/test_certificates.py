@@ -77,7 +77,7 @@ def test_a_new_authority_is_introduced_before_it_is_used(capsys, tmp_path):
     write(capsys, tmp_path, *NAMES)
     old = tmp_path / "at-the-institution.pem"
     old.write_bytes((tmp_path / "authority.pem").read_bytes())
-    introduce, change = documented("Renew the authority")
+    introduce, change = documented("Renew the certificate authority")
     environment = os.environ | FLOWER | {"PYTHONPATH": str(ROOT)}
     subprocess.run(["bash", "-ec", introduce], cwd=tmp_path, env=environment, check=True)
     both = tmp_path / "both.pem"

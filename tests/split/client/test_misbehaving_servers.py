@@ -167,7 +167,7 @@ def test_an_average_that_was_not_agreed_on_is_refused(ends):
         limits=Limits(32, "float32", 200),
     ) as model:
         join(model)
-        with pytest.raises(LaneError, match="AVERAGE, but nothing"):
+        with pytest.raises(LaneError, match="AVERAGE, but adapters are not averaged"):
             model.clip(0.5)
 
 
