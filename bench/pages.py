@@ -26,7 +26,7 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Put the records into all pages."""
+    """Update the records that the pages of ``docs/`` show."""
     argparse.ArgumentParser(
         prog="python -m bench.pages", description=(__doc__ or "").splitlines()[0]
     ).parse_args()

@@ -145,7 +145,8 @@ def main() -> None:
         f"at most {most / 1000:.1f} kilobytes per step in both directions, "
         f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes",
         *(
-            f"largest difference of the first {_COMPARED} losses, wire type {wire}: {own:.1e}"
+            f"largest difference between split and centralised in the first {_COMPARED} losses, "
+            f"wire type {wire}: {own:.1e}"
             for wire, own in differences.items()
         ),
     )

@@ -16,6 +16,7 @@ from split.settings import SplitSettings
 
 _DAY_SECONDS = 24 * 60 * 60.0
 _MAX_DAYS = 3650
+_CHECK_SECONDS = 5.0  # between checks of the GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Serve(AdapterOptions):
     ] = 4096
 
     def __call__(self) -> int:
-        """Serve until SIGINT or SIGTERM."""
+        """Serve until SIGINT or SIGTERM; raise ``CommandError`` if a GPU kernel fails."""
         if not 0 < self.valid_for <= _MAX_DAYS:
             raise CommandError(
                 f"--valid-for {self.valid_for:g}: must be more than 0 and at most {_MAX_DAYS} days"
@@ -104,6 +105,7 @@ class Serve(AdapterOptions):
         import logging
 
         from chambers.serving import find, serving
+        from finetuning.devices import is_broken
 
         logging.basicConfig(
             level=logging.INFO,
@@ -120,7 +122,12 @@ class Serve(AdapterOptions):
                 print(f"invitation of {client} to use {', '.join(served.models[client])}: {file}")
             blocks = served.partition.range_of("body")
             print(f"serving blocks {blocks.start} to {blocks.stop - 1} at {address}", flush=True)
-            over.wait()
+            while not over.wait(_CHECK_SECONDS):
+                if is_broken():
+                    raise CommandError(
+                        "a GPU kernel has failed, after which this process can run no others; "
+                        "start it again, and distribute the new invitations"
+                    )
             print("stopping", flush=True)
         return 0
 

@@ -68,7 +68,9 @@ class Train:
         check_at_least_one(self, "clients")
         values = read_settings(self.settings or [])
         clients = self.clients or count_clients(values)
-        values.setdefault("min-nodes", clients)
+        # Whether min-nodes can be met is checked below; its default depends on other settings.
+        config = parse_run_config(_app_config() | {"min-nodes": 1} | values)
+        values.setdefault("min-nodes", config.sampled(clients))
         config = parse_run_config(_app_config() | values)
         if config.min_nodes > clients:
             raise CommandError(
@@ -78,10 +80,11 @@ class Train:
         _check_model(config)
         check_inputs(config, clients)
         machine = this_machine()  # slow, since it imports PyTorch
-        actors = count_actors(config, clients, machine)
+        at_once = config.sampled(clients)
+        actors = count_actors(config, at_once, machine)
         make_folders(config)
-        if actors < clients:
-            print(f"{clients} clients take turns on {actors} actors", file=sys.stderr)
+        if actors < at_once:
+            print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)
         from chambers.simulation import simulate
 
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
@@ -180,7 +183,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     if config.resume:
         run = Path(config.resume).expanduser()
         check_resumable(run, config)
-        _check_clients(run, clients)
+        _check_clients(run, clients, config.sample)
     elif config.initial_adapter:
         try:
             check_folder(Path(config.initial_adapter).expanduser())
@@ -188,8 +191,11 @@ def check_inputs(config: RunConfig, clients: int) -> None:
             raise CommandError(f"initial-adapter: {error}") from error
 
 
-def _check_clients(run: Path, clients: int) -> None:
-    """Check that a run is resumed with as many clients as before; else their rows would change."""
+def _check_clients(run: Path, clients: int, sample: float) -> None:
+    """Check that a run is resumed with as many clients as before; else their rows would change.
+
+    With ``sample`` < 1, only the clients that were drawn are known.
+    """
     try:
         events = read_events(run / METRICS)
     except (OSError, ValueError) as error:
@@ -199,7 +205,7 @@ def _check_clients(run: Path, clients: int) -> None:
     names |= {left["client"] for event in rounds for left in event.get("left_out", [])}
     # Include evaluations: a run may have ended in round 1, after evaluating the base model.
     names |= {event["client"] for event in events if event["event"] == "evaluate"}
-    if names and len(names) != clients:
+    if names and (len(names) > clients or (sample == 1 and len(names) != clients)):
         raise CommandError(
             f"{run} has {len(names)} clients; with {clients}, the rows would be divided "
             f"differently: add --clients {len(names)}"

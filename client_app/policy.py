@@ -99,7 +99,9 @@ def check_request(
     _at_most(name="round", value=instruction.round, key="max-rounds", limit=policy.max_rounds)
     private = policy.privacy.epsilon is not None
     require(
-        not (private and instruction.importance), "importance", "privacy.epsilon: J has no noise"
+        not (private and instruction.importance),
+        "importance",
+        "privacy.epsilon: the importance J is computed without noise",
     )
     if kind == "evaluate" and instruction.losses:
         _check_rows("evaluation", _rows(institution.test), policy)

@@ -47,7 +47,7 @@ class ClientState:
     def describe(
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
     ) -> None:
-        """Write the run config and base model of the adapters, in the format of a run's folder."""
+        """Write the files that describe the adapters' run config and base model, as a run does."""
         content = {"loaded from": base, "digests": dict(fingerprint)}
         write_json(self.directory / "config.json", dict(config))
         write_json(self.directory / "base-model.json", content)

@@ -1,4 +1,4 @@
-"""Train a model that is split between a client and a block server, without Flower (FL-GLM).
+"""Train a model that is split (FL-GLM) between a client and a block server, without Flower.
 
     python examples/split_without_flower.py FOLDER [checkpoint]
 

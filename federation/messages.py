@@ -29,7 +29,7 @@ from split.protocol.tickets import Identity, Ticket
 
 ARRAYS = "arrays"
 IMPORTANCE = "importance"
-# Record names of the body's adapters, sent to clients after the last round of split learning.
+# Names of the records with the body's adapters, which clients get after the last round.
 BODY = {"global": "body", "personalised": "personalised-body"}
 CONFIG = "config"
 LANE = "lane"

@@ -68,7 +68,16 @@ class RunConfig(Section):
         2,
         description="Minimum number of valid replies in a round; with fewer, the run fails. "
         "A round starts once this many SuperNodes are connected, and includes all connected ones. "
-        "`chambers train` sets `min-nodes` to the number of clients unless it is given.",
+        "Unless it is given, `chambers train` sets it to the number of clients that train in a "
+        "round.",
+    )
+    sample: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the connected clients that train in a round, but at least "
+        "`min-nodes` clients. They are drawn anew for each round, from `seed`. Evaluations ask one "
+        "draw of the same size, so that losses of different rounds are comparable.",
     )
     max_share: float = Field(
         0.75,
@@ -234,6 +243,10 @@ class RunConfig(Section):
         if not self.evaluate.generate:
             return 0
         return self.evaluate.batch_size * sum(self.row_with_answer.values())
+
+    def sampled(self, clients: int) -> int:
+        """Return how many of the connected clients train in a round (``sample``)."""
+        return min(clients, max(1, round(self.sample * clients)))
 
     @property
     def reply_timeout(self) -> float:

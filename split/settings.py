@@ -62,7 +62,7 @@ class SplitSettings(Section):
     )
     advertise: str = Field(
         "",
-        description="Address and port at which clients reach the block server; empty: `listen`.",
+        description="Address and port at which clients reach the block server; if empty, `listen`.",
     )
     key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
         "ml-kem-768-x25519",

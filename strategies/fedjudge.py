@@ -28,7 +28,7 @@ class FedJudgeCL(FedJudgeBase):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create a train message for every connected client, with the average importance J, if any.
+        """Create a train message for every client of the round, with the average of J, if any.
 
         Raise ``RefusedError`` if all clients withhold J, which the next round needs.
         """

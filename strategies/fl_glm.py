@@ -91,7 +91,7 @@ class FLGLM(Rounds):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create a train message with an invitation for every connected client.
+        """Create a train message with an invitation for every client of the round.
 
         With the serial schedule, each message must be sent before the next one is created.
         """
@@ -119,7 +119,7 @@ class FLGLM(Rounds):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create an evaluate message with an invitation for every connected client.
+        """Create an evaluate message with an invitation for every client that evaluates.
 
         After the last round, messages also contain the adapters of the body.
         """

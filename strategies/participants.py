@@ -24,6 +24,7 @@ from federation.messages import (
 )
 from federation.run_config import RunConfig
 from finetuning.model.fingerprint import digest
+from finetuning.randomness import derive_seed
 from split.protocol.errors import printable
 from strategies.exchange import exchange, turns
 from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_registration
@@ -95,6 +96,8 @@ class Participants:
         self.fingerprint = dict(fingerprint)
         self._registered: dict[int, Participant] = {}
         self._asked: dict[int, Participant] = {}
+        # Names of the clients that were connected when the last messages were addressed.
+        self._connected: set[str] = set()
         # Time at which each queried SuperNode connected; None to query it again.
         self._queried: dict[int, str | None] = {}
         # Number of unanswered queries of each SuperNode.
@@ -181,22 +184,37 @@ class Participants:
         return self._asked.get(reply.metadata.src_node_id)
 
     def address(
-        self, message_type: str, content: RecordDict, grid: Grid, seed: int | None = None
+        self,
+        message_type: str,
+        content: RecordDict,
+        grid: Grid,
+        draw: int,
+        order: int | None = None,
     ) -> Iterator[Message]:
-        """Create a message for every connected participant.
+        """Create a message for every connected participant or, with ``sample``, for some of them.
 
-        Messages are sorted by name or, if a seed is given, shuffled.
+        Equal numbers ``draw`` draw the same participants. Messages are sorted by name or, with
+        ``order`` as the seed, shuffled.
 
         The recipients are recorded immediately. Each message is created when the iterator reaches
         it, because its time to live begins then. Records may be added to each message separately.
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
-        self._asked = {p.node_id: p for p in sorted(connected, key=lambda p: p.name)}
+        self._connected = {p.name for p in connected}
+        self._asked = {p.node_id: p for p in self._drawn(connected, draw)}
         ttl = self._config.reply_timeout * turns(grid, len(self._asked))
         nodes = list(self._asked)
-        if seed is not None:
-            Random(seed).shuffle(nodes)
+        if order is not None:
+            Random(order).shuffle(nodes)
         return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)
+
+    def _drawn(self, connected: Collection[Participant], draw: int) -> list[Participant]:
+        """Return ``sample`` of the participants, at least ``min-nodes``, sorted by name."""
+        names = sorted(p.name for p in connected)
+        count = max(self._config.sampled(len(names)), min(self._config.min_nodes, len(names)))
+        seed = derive_seed("sample", self._config.seed, draw)
+        drawn = {*Random(seed).sample(names, count)}
+        return sorted((p for p in connected if p.name in drawn), key=lambda p: p.name)
 
     def check(
         self, reply: Message, sender: Participant, reference: ArrayRecord | None, minimum: float
@@ -215,7 +233,7 @@ class Participants:
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
         """Return the clients that haven't answered, with the reasons."""
-        absent = sorted({p.name for p in self._registered.values()} - self.asked.keys())
+        absent = sorted({p.name for p in self._registered.values()} - self._connected)
         silent = f"no reply within {self._config.round_timeout:g} s (round-timeout)"
         return dict.fromkeys(absent, "its SuperNode is not connected") | {
             name: silent for name in self.asked if name not in answered

@@ -176,7 +176,8 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
         return f"its name {printable(invalid[0], 64)!r} needs at most 64 letters, digits, _ . -"
     invalid = [name for name, value in metrics.items() if not _is_bounded_number(value)]
     if invalid:
-        return f"its {', '.join(invalid[:3])}: numbers must be finite, up to {LARGEST_METRIC:g}"
+        names = ", ".join(invalid[:3])
+        return f"its metrics must be numbers up to ±{LARGEST_METRIC:g}; these are not: {names}"
     if metrics.get(SIZE) != examples:
         return (
             f"its {SIZE} is {metrics.get(SIZE)!r}, but was {examples} when it joined; if its data "

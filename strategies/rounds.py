@@ -125,7 +125,7 @@ class Rounds(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create a train message with the global adapter for every connected client."""
+        """Create a train message with the global adapter for every client of the round."""
         self._reference = arrays
         refused = self._participants.register_newcomers(grid, server_round - 1)
         if refused:
@@ -134,7 +134,9 @@ class Rounds(Strategy):
         instruction = replace(self._instruction, round=server_round)
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         order = self._order_seed(server_round)
-        messages = self._participants.address(MessageType.TRAIN, content, grid, order)
+        messages = self._participants.address(
+            MessageType.TRAIN, content, grid, draw=server_round, order=order
+        )
         self._begin("training", server_round, grid)
         return messages
 
@@ -215,12 +217,12 @@ class Rounds(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create an evaluate message for every connected client, if the round has an evaluation."""
+        """Create evaluate messages for the drawn clients, if the round has an evaluation."""
         instruction = self._evaluation(server_round)
         if not (instruction.losses or instruction.importance or instruction.final):
             return []
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        messages = self._participants.address(MessageType.EVALUATE, content, grid)
+        messages = self._participants.address(MessageType.EVALUATE, content, grid, draw=0)
         self._begin("evaluation", server_round, grid)
         return messages
 

@@ -23,9 +23,9 @@ class Sizes:
 
     texts: int = 150  # number of the colluding client's texts, for training a decoder
     longest: int = 48  # maximum number of attacked tokens per text, after the common beginning
-    decoded: int = 30  # number of texts that a decoder reads
-    searched: int = 2  # number of texts that the search reads
-    optimised: int = 1  # number of texts that the optimisation reads
+    decoded: int = 30  # number of texts to reconstruct with a decoder
+    searched: int = 2  # number of texts to reconstruct by search
+    optimised: int = 1  # number of texts to reconstruct by optimisation
     optimisation_steps: int = 100
     labelled: int = 1  # number of texts whose labels are read from gradients
     labels: int = 12  # number of labels to read per text: the last ones

@@ -188,7 +188,7 @@ def _spread(cells: Sequence[CellRecord], score: str, scale: float = 100, digits:
     if not cells:
         return "–"
     mean, deviation = _statistics(cells, score, scale)
-    # A deviation of 0, such as if all tokens were read, is not shown.
+    # A deviation of 0, for example if all tokens were read, is not shown.
     return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
 
 

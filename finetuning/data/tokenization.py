@@ -277,7 +277,7 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     encoding = tokenizer([content], add_special_tokens=False)
     kept = len(encoding["input_ids"][0]) - excess
     end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
-    # The rendered text can have more tokens than the content alone, so each pass must shorten it.
+    # One removal may not be enough. Remove at least one character, so that the caller's loop ends.
     longest["content"] = content[: min(end, len(content) - 1)].rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last)

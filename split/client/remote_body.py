@@ -159,7 +159,7 @@ class RemoteBody:
 
         """
         self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
-        # Wait until the end of the round: other clients may be slow, within the server's limits.
+        # Other clients may be slow, so the answer may take until the end of the round.
         fields = self._receive(Kind.STEP, self._until).fields
         factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
         self._step += 1

@@ -2,9 +2,9 @@
 
 A record consists of a header of 32 bytes, at most 1 MiB of payload encrypted with AES-256-GCM, and
 the tag of 16 bytes. The header is authenticated as associated data. The nonce is the counter in the
-header, which starts at 0 in each direction and increases by 1. A record that was repeated,
-reordered or altered, follows a lost one, or is from a different lane or direction, therefore fails
-to decrypt. Anyone on the network can cause this, so it raises a separate error.
+header, which starts at 0 in each direction and increases by 1. Therefore a record fails to decrypt
+if it was repeated, reordered or altered, if it follows a lost record, or if it comes from a
+different lane or direction. Anyone on the network can cause this, so it raises a separate error.
 """
 
 import struct

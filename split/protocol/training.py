@@ -31,7 +31,7 @@ class RoundPlan:
 class RoundLimits:
     """Limits that apply to every client of a round."""
 
-    window: int  # maximum number of micro-batches of a client in flight
+    window: int  # maximum number of micro-batches that a client may have in flight
     activation_budget: int  # maximum padded tokens whose activations are in memory at once
     lanes: int  # number of clients that share the activation budget
     columns_before: int  # number of prefix positions before the tokens of each row

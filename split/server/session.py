@@ -95,7 +95,7 @@ class Session:
         self._lock = threading.Lock()
 
     def count_traffic(self) -> None:
-        """Copy the traffic of the lane to the account."""
+        """Copy the lane's traffic statistics to ``account``."""
         traffic = self.lane.traffic
         self.account.bytes_up = traffic.bytes_up
         self.account.bytes_down = traffic.bytes_down

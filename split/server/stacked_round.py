@@ -82,7 +82,7 @@ class StackedRound:
 
         """
         with self._lock:
-            # Else, this step's end would reset the counts below, and the others would wait forever.
+            # The step's end would reset the counts below, and the other members would wait forever.
             if member.squared_norm is not None:
                 raise ProtocolError("received a micro-batch before the last step was answered")
             if member.received == member.finished:

@@ -32,7 +32,7 @@ class TrainingSession(Session):
 
     Args:
         largest: The largest plan that the client may have.
-        schedule: Schedule, which determines the adapters and the clients that train together.
+        schedule: Determines which of the body's adapters the client trains, and with which clients.
         limits: Limits of the round.
 
     """

@@ -1,7 +1,9 @@
 """What fits in a device's memory, and what happens where something doesn't."""
 
+import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -13,6 +15,7 @@ from federation.messages import ARRAYS
 from finetuning.devices import default_device, default_dtype
 from finetuning.model.output_head import output_head, target_log_probabilities
 from split.protocol.errors import PeerError
+from tests.chambers.conftest import refused
 from tests.client_app.worker_process import ROOT
 from tests.split.clients import Client, serving, split_settings
 from tests.waiting import wait_until
@@ -98,3 +101,23 @@ def test_a_worker_ends_after_a_failed_kernel(device, site, tmp_path):
         site.node["worker"] = str(socket)
         assert "a kernel failed on the GPU" in site.refusal("train")
         assert process.wait(60) == TRY_AGAIN
+
+
+def test_a_server_ends_after_a_failed_kernel(device, checkpoint, tmp_path, capsys, monkeypatch):
+    """A supervisor starts it again; its clients need new invitations."""
+    monkeypatch.setattr(
+        signal, "signal", lambda *_: None
+    )  # this process's signals stay as they are
+    words = ["--model", checkpoint, "--clients", "court", "--listen", "127.0.0.1:0"]
+    words += ["--invitations", tmp_path]
+    with ExitStack() as stack:
+
+        def fail() -> None:
+            wait_until((tmp_path / "court.json").exists, 120)
+            stack.enter_context(device.broken())
+
+        thread = threading.Thread(target=fail)
+        thread.start()
+        refusal = refused(capsys, "serve", *words)
+        thread.join()
+    assert "a GPU kernel has failed" in refusal
