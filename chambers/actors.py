@@ -26,7 +26,12 @@ class Machine:
 
     cores: int
     memory: int  # available memory in bytes
-    gpus: int = 0  # number of GPUs that PyTorch can use
+    gpu_memory: tuple[int, ...] = ()  # available memory of each GPU that PyTorch can use
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return len(self.gpu_memory)
 
 
 def this_machine() -> Machine:
@@ -35,7 +40,8 @@ def this_machine() -> Machine:
 
     count = getattr(os, "process_cpu_count", os.cpu_count)  # process_cpu_count requires Python 3.13
     memory = psutil.virtual_memory().available
-    return Machine(count() or 1, memory, torch.cuda.device_count())
+    gpu_memory = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+    return Machine(count() or 1, memory, tuple(gpu_memory))
 
 
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
@@ -88,16 +94,23 @@ def _all_at_once(config: RunConfig) -> bool:
     return config.strategy == "fl-glm" and (split.schedule == "client-batch" or averages)
 
 
-def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of a client's frozen weights; 0 for ``tiny``, whose size is negligible."""
+def checkpoint_of(config: RunConfig) -> Path | None:
+    """Return the base model's checkpoint, after a download if necessary; None for ``tiny``."""
     if config.model.name == TINY:
-        return 0
+        return None
     from finetuning.model.base_model import fetch
 
     name = resolve(config.model.name)
     path = Path(name).expanduser()
     # Download the checkpoint now; otherwise several actors would download it concurrently.
-    checkpoint = path if path.is_absolute() else fetch(name)
+    return path if path.is_absolute() else fetch(name)
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    """Return the bytes of a client's frozen weights; 0 for ``tiny``, whose size is negligible."""
+    checkpoint = checkpoint_of(config)
+    if checkpoint is None:
+        return 0
     split = config.strategy == "fl-glm"
     blocks = config.split.head_blocks + config.split.tail_blocks if split else None
     width = 2 if config.model.dtype == "bfloat16" else 4

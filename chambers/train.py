@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from chambers.actors import count_actors, this_machine
+from chambers.actors import checkpoint_of, count_actors, this_machine
 from chambers.app_folder import PROJECT, presets
 from chambers.errors import CommandError
+from chambers.gpu_memory import plan
 from chambers.sources import argument, check_at_least_one, option
 from federation.resumption import check_resumable
 from federation.run_config import RunConfig, Scalar, parse_run_config
@@ -82,6 +83,9 @@ class Train:
         machine = this_machine()  # slow, since it imports PyTorch
         at_once = config.sampled(clients)
         actors = count_actors(config, at_once, machine)
+        checkpoint = checkpoint_of(config)
+        if machine.gpu_memory and checkpoint:
+            print(plan(config, checkpoint, actors, machine.gpu_memory), file=sys.stderr)
         make_folders(config)
         if actors < at_once:
             print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)

@@ -14,8 +14,9 @@ from finetuning.model.gguf_file import GGUFError, read_header
 
 # Names of the files that `save_pretrained` writes; other files can contain the same weights again.
 WEIGHTS = "model*.safetensors"
-# Keys in config.json for the number of blocks.
+# Keys in config.json for the number of blocks and for the hidden size.
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
 def problem_of(path: Path) -> str | None:
@@ -66,6 +67,12 @@ def count_blocks(checkpoint: Path) -> int | None:
     config = _config(checkpoint) or {}
     found = next((config[key] for key in _BLOCKS if key in config), None)
     return found if isinstance(found, int) else None
+
+
+def hidden_size(checkpoint: Path) -> int:
+    """Return the hidden size of the model in a directory; 0 if it is unknown."""
+    config = _config(checkpoint) or {}
+    return next((int(config[key]) for key in _HIDDEN if key in config), 0)
 
 
 def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:

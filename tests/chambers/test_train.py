@@ -1,7 +1,9 @@
 """``chambers train``: its arguments, and a complete run whose model is then used."""
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from chambers.__main__ import main
 from chambers.actors import Machine, count_actors, gpus_of_each, this_machine
 from chambers.errors import CommandError
+from chambers.gpu_memory import plan
 from chambers.interruption import END_SIGNALS
 from chambers.train import read_settings
 from federation.run_config import parse_run_config
@@ -279,13 +282,65 @@ def test_actors_are_bounded_by_cores_and_memory(settings, clients, cores, gib, e
 
 def test_clients_share_gpus():
     """Those that take turns have one each; those that train at once have equal shares."""
-    machine = Machine(cores=16, memory=2**40, gpus=2)
+    machine = Machine(cores=16, memory=2**40, gpu_memory=(2**34, 2**34))
     assert count_actors(parse_run_config({}), 5, machine) == 2
     together = {"strategy": "fl-glm", "split.schedule": "client-batch"}
     assert count_actors(parse_run_config(together), 5, machine) == 5
     assert gpus_of_each(actors=2, gpus=2) == gpus_of_each(actors=1, gpus=2) == 1
     assert gpus_of_each(actors=5, gpus=2) == 0.3333
     assert gpus_of_each(actors=5, gpus=0) == 0
+
+
+@pytest.fixture
+def llama_7b(tmp_path):
+    """The sizes of Llama 2 7B in a file without content."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 4096, "num_hidden_layers": 32}')
+    block = {"attention": (4, 4096, 4096), "mlp": (3, 4096, 11008)}
+    shapes = {f"model.layers.{i}.{name}": own for i in range(32) for name, own in block.items()}
+    shapes |= dict.fromkeys(["model.embed_tokens", "lm_head"], (32000, 4096))
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "actors", "gib", "expected"),
+    [
+        # 6.74 billion weights of 2 bytes; 1024 tokens · 32 blocks · 4096 · 74 bytes
+        (
+            {},
+            1,
+            30,
+            r"about 22.4 GiB \(context 0.6, weights 12.6, activations 9.2\) for a client; 30",
+        ),
+        ({}, 1, 20, "This may not be enough: "),
+        ({}, 2, 24, CommandError),
+        ({"model.quantization": "nf4"}, 2, 24, "weights 3.7, activations 9.2.* 2 clients on a GPU"),
+        ({"model.gradient-checkpointing": True}, 1, 24, "activations 0.5"),
+        # two of 32 blocks here; the server has the others, and an activation budget of its own
+        (
+            {"strategy": "fl-glm"},
+            1,
+            40,
+            r"weights 1.2, .* \(context 0.6, weights 11.3, .* the server",
+        ),
+    ],
+)
+def test_gpu_memory_is_planned_before_a_run(llama_7b, settings, actors, gib, expected):
+    config = parse_run_config(
+        {"data.max-length": 512, "train.batch-size": 2, "evaluate.batch-size": 2} | settings
+    )
+    if expected is CommandError:
+        with pytest.raises(CommandError, match="Use a smaller model"):
+            plan(config, llama_7b, actors, [gib * 2**30])
+        return
+    assert re.search(expected, plan(config, llama_7b, actors, [gib * 2**30]))
 
 
 def test_larger_models_leave_room_for_fewer_actors(deep_checkpoint):
