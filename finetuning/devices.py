@@ -59,7 +59,6 @@ def to_host(
 
     Returns:
         The copies, and an event for each accelerator that marks the completion of its copies.
-
     """
     copies = {name: t.detach().to("cpu", non_blocking=True) for name, t in tensors.items()}
     events = []

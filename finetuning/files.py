@@ -40,7 +40,6 @@ def replacing(target: Path) -> Iterator[Path]:
 
     Raises:
         DiskFullError: The content doesn't fit on the disk.
-
     """
     aside = target.with_name(f".{target.name}.{os.getpid()}.new")
     with filling(target.parent):
@@ -94,7 +93,6 @@ def filling(folder: Path) -> Iterator[None]:
 
     Raises:
         DiskFullError: Content written within the context doesn't fit on the disk.
-
     """
     try:
         yield
@@ -116,7 +114,6 @@ def write_json(target: Path, content: Any) -> None:
 
     Raises:
         DiskFullError: The file doesn't fit on the disk.
-
     """
     with replacing(target) as aside:
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"

@@ -41,7 +41,6 @@ def attach_adapter(
 
     Raises:
         BaseModelError: The architecture does not support the targets or prefixes.
-
     """
     from peft import PeftModel, get_peft_model
 
@@ -102,7 +101,6 @@ def initial_adapter(
 
     Raises:
         BaseModelError: The model does not exist, or does not support the targets or prefixes.
-
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -34,7 +34,6 @@ def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
     Raises:
         AdapterError: The adapter is for a different base model, or contains NaN.
         BaseModelError: The checkpoint can't be loaded.
-
     """
     base = load_checkpoint(directory, dtype=dtype)
     try:
@@ -61,7 +60,6 @@ def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
 
     Raises:
         DiskFullError: The model doesn't fit on the disk.
-
     """
     from transformers import AutoTokenizer
 

@@ -25,7 +25,6 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
     Raises:
         BaseModelError: An adapted module is not a linear layer, or its input has no row dimension,
             as in an output head or in an expert of a mixture of experts.
-
     """
     copies: dict[str, torch.Tensor] = {}
     with ExitStack() as hooks:

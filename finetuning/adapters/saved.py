@@ -60,7 +60,6 @@ def read_adapter(directory: Path) -> SavedAdapter:
     Raises:
         AdapterError: The folder contains no such adapter, or the adapter uses PEFT features that
             exported adapters do not have.
-
     """
     check_folder(directory)
     from peft import PeftConfig
@@ -104,7 +103,6 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
     Raises:
         AdapterError: The folder contains no such adapter, or the adapter doesn't match the run's
             settings or base model.
-
     """
     found = read_adapter(directory)
     keys = ["kind"] if settings.kind == "prefix" else ["kind", "rank", "alpha"]

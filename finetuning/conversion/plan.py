@@ -28,7 +28,6 @@ class Plan:
         chat_template: Jinja template of the prompts that the model was trained with.
         end_of_answer: Additional special tokens that end a generated answer.
         changes: Descriptions of the target's differences from the source, for its README.md.
-
     """
 
     model: str

@@ -17,7 +17,6 @@ def convert_tokenizer(file: Path, plan: Plan) -> Any:
     Raises:
         ConversionError: The file is not a SentencePiece BPE model, uses a feature that fast
             tokenizers don't support, lacks a token, or has more tokens than the model.
-
     """
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast

@@ -40,7 +40,6 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         ConversionError: A file can't be read, or contains objects other than tensors; these are
             not loaded.
-
     """
     for file in files:
         try:

@@ -36,7 +36,6 @@ class MicroBatch:
         positions: (targets,) int64; index in the flattened (rows · columns) hidden states of the
             token *before* each target; that token's hidden state predicts the target.
         labels: (targets,) int64; the target tokens.
-
     """
 
     tokens: torch.Tensor
@@ -109,7 +108,6 @@ def micro_batches(
         columns: Number of columns of each example: prefix, tokens, and tokens to be generated.
         token_budget: Maximum rows × columns of a batch.
         most_rows: Maximum number of rows of a batch.
-
     """
     groups: list[list[int]] = []
     last: list[int] = []

@@ -35,7 +35,6 @@ class CandidateBatch:
             states, first of the beginnings, then of the endings.
         labels: (targets,) int64; the target tokens.
         owners: The continuation and token that each target belongs to.
-
     """
 
     beginnings: torch.Tensor
@@ -87,7 +86,6 @@ def candidate_batches(
 
     Raises:
         DataError: A text does not fit into ``max_tokens``.
-
     """
     units: list[_Unit] = []
     for number, group in enumerate(groups):

@@ -30,7 +30,6 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
 
     Raises:
         TurnsChangeError: The template renders a turn differently depending on later turns.
-
     """
     if not tokenizer.chat_template:
         text, spans = _render_plain(messages, tokenizer)

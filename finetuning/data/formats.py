@@ -39,7 +39,6 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
 
     Raises:
         DataError: The file or data set is missing, or no further rows of it can be read.
-
     """
     if isinstance(path, str):
         source = f"{path} is not an absolute path, and the data set with this id"

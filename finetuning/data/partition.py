@@ -25,7 +25,6 @@ def partition(
     Raises:
         DataError: There are too few rows or labels for the number of parts, a row has no label, or
             no draw of Dirichlet shares gives every part a row.
-
     """
     if len(rows) < parts:
         raise DataError(f"{len(rows)} rows can't be divided among {parts} clients")

@@ -24,7 +24,6 @@ def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
 
     Raises:
         DataError: The value is not such a row; the message gives the reason.
-
     """
     if not isinstance(value, dict):
         return parse_messages(value)
@@ -44,7 +43,6 @@ def read_prompts(path: Path) -> list[Row]:
     Raises:
         DataError: The file is missing or empty, or rows are malformed; the message
             names file, line and reason.
-
     """
     return parse_rows(path, lambda o, v: Row(parse_prompt(v), o, v), advice="fix them")
 
@@ -54,7 +52,6 @@ def prompt_rows(texts: Sequence[str]) -> list[Row]:
 
     Raises:
         DataError: A text is empty or cannot be encoded in UTF-8.
-
     """
     return [
         Row(parse_prompt({"instruction": text}), f"prompt {number}", {"instruction": text})
@@ -72,7 +69,6 @@ class Prompt:
         reference: The answer.
         row: Index of the row.
         origin: File and line that the row was read from; one line can produce several rows.
-
     """
 
     tokens: "torch.Tensor"
@@ -90,7 +86,6 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
 
     Raises:
         DataError: The chat template rejects a row, or all rows are omitted.
-
     """
     from finetuning.data.tokenization import tokenize
 
@@ -127,7 +122,6 @@ def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> "list[torch.Tensor]
 
     Raises:
         DataError: The chat template rejects a row.
-
     """
     from finetuning.data.tokenization import tokenize
 

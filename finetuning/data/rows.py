@@ -21,7 +21,6 @@ class Row:
         messages: Turns with the keys ``role`` (system, user or assistant) and ``content``.
         origin: File and line (or row number) that the row was read from.
         fields: The unconverted row, for partitioning by one of its columns.
-
     """
 
     messages: tuple[dict[str, str], ...]
@@ -52,7 +51,6 @@ def parse_rows(
     Raises:
         DataError: The data is missing or empty, or rows are malformed; the message
             names file, line and reason.
-
     """
     rows: list[Parsed] = []
     problems: list[str] = []
@@ -83,7 +81,6 @@ def find_part(folder: Path, part: str) -> Path | None:
 
     Raises:
         DataError: There are several such files.
-
     """
     files = (folder / f"{part}{suffix}" for suffix in FORMATS)
     found = [file for file in files if file.is_file()]
@@ -105,7 +102,6 @@ def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
 
     Raises:
         DataError: There is no file of training rows, or a part has several files.
-
     """
     if path.is_file():
         return path, None
@@ -125,7 +121,6 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
 
     Raises:
         DataError: The value is not such a row; the message gives the reason.
-
     """
     if not isinstance(value, dict):
         raise DataError(f"expected an object, found {type(value).__name__}")

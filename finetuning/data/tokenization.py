@@ -33,7 +33,6 @@ class Example:
         row: Index of the example's row; a template can produce several examples per row.
         question: Text of the turn before the reference, truncated like the tokens.
         origin: File and line that the row was read from; one line can produce several rows.
-
     """
 
     tokens: torch.Tensor
@@ -78,7 +77,6 @@ class TokenizationReport:
         rows_divided: Rows from which the chat template produced several examples.
         without_end_mark: Examples from which a model doesn't learn to stop, because the chat
             template writes no mark after answers.
-
     """
 
     inputs_shortened: int = 0
@@ -98,7 +96,6 @@ def tokenize(
 
     Raises:
         DataError: The template rejects a row, or no example has an output that fits.
-
     """
     examples: list[Example] = []
     report = TokenizationReport()

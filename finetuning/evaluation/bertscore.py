@@ -66,7 +66,6 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
 
     Raises:
         EncoderError: The encoder can't be loaded, or doesn't have the layer.
-
     """
     # Exclude empty texts, for which the library warns and would compare a single token.
     kept = [(p, r) for p, r in zip(predictions, references, strict=True) if p.strip()]

@@ -63,7 +63,6 @@ def generate_texts(
         finished: Called with the number of prompts of each batch after it is processed.
         exactly: Whether to continue to the end of the text instead of to the end of the answer, and
             to keep all whitespace.
-
     """
     columns = [model.columns_before + len(prompt) + max_new for prompt in prompts]
     texts = [""] * len(prompts)
@@ -93,7 +92,6 @@ def continue_prompts(
     Returns:
         The continuation of each prompt as text, without special tokens and, unless ``exactly`` is
         true, without surrounding whitespace.
-
     """
     if not exactly:
         # A base model's template can use an end mark other than the checkpoint's (`<|im_end|>`).

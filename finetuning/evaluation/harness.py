@@ -179,7 +179,6 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
 
     Raises:
         DataError: A name is neither a task nor a group, or a task can't be loaded.
-
     """
     manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
     if manager is None or not set(names) <= set(manager.all_tasks):

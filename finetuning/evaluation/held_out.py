@@ -24,7 +24,6 @@ class HeldOutLoss:
         loss: Mean over all target tokens, in nats.
         perplexity: exp(loss), where losses above 700 count as 700.
         target_tokens: Number of target tokens.
-
     """
 
     loss: float

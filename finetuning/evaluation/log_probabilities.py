@@ -44,7 +44,6 @@ def log_probabilities(
 
     Raises:
         DataError: A text does not fit into ``max_tokens``.
-
     """
     sums = [[0.0] * len(group) for group in groups]
     greedy = [[True] * len(group) for group in groups]

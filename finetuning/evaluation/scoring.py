@@ -34,7 +34,6 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
 
     Raises:
         ValueError: There are no texts, or the numbers of texts differ.
-
     """
     if len(predictions) != len(references):
         raise ValueError(

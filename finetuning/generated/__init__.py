@@ -33,7 +33,6 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
     Raises:
         ValueError: The style or split is unknown, or the style cannot produce that many different
             rows. Every style can produce 20,000 rows for each split.
-
     """
     if style not in STYLES:
         raise ValueError(f"unknown style {style!r}, expected one of {', '.join(STYLES)}")

@@ -58,7 +58,6 @@ def locate(name: str) -> Path:
     Raises:
         BaseModelError: There is no such checkpoint, the checkpoint is neither a GGUF file nor in
             safetensors format, or the GGUF file can't be converted.
-
     """
     name = resolve(name)
     if name == TINY:

@@ -45,7 +45,6 @@ class Header:
             their numbers of weights, such as ``Q4_1, Q8_0``.
         scales_positions: Whether rotary positions are scaled, as in Llama 3.1.
         window: Size of the sliding attention window in tokens, if given.
-
     """
 
     architecture: str
@@ -63,7 +62,6 @@ def checkpoint_of(file: Path) -> Path:
 
     Raises:
         GGUFError: The file can't be used, or the checkpoint can't be written.
-
     """
     try:
         digest = _digest(file)
@@ -99,7 +97,6 @@ def read_header(file: Path) -> Header:
     Raises:
         GGUFError: The file isn't a GGUF file, or is damaged.
         OSError: The file can't be read.
-
     """
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:

@@ -71,7 +71,6 @@ def output_head(
         causal_lm: The model, or a party's part of it.
         compute: Function that replaces the blocks, and returns hidden states and a cache for
             ``input_ids`` and ``inputs_embeds``.
-
     """
     head = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)
@@ -128,7 +127,6 @@ def target_log_probabilities(
 
     Returns:
         (targets,) float32 in nats, and (targets,) bool, both on the CPU.
-
     """
     found, likeliest = [], []
     # Convert norms, biases and scales here; `_Float32Products` converts the matrices.

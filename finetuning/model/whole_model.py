@@ -97,7 +97,6 @@ class WholeModel:
 
         Returns:
             (rows, columns + new tokens) on the CPU; rows that end early are padded on the right.
-
         """
         # Omit a mask that hides no tokens, since transformers waits for the device to check it.
         self._without_mask = bool(mask.all())
@@ -120,7 +119,6 @@ class WholeModel:
         Returns:
             (targets,) the log-probability of each target in nats, and (targets,) whether no token
             is more likely.
-
         """
         with self._mode(training=False):
             hidden = self._hidden_of_candidates(batch)[batch.positions.to(self._device)]
@@ -141,7 +139,6 @@ class WholeModel:
 
         Returns:
             (rows, …) ∂Lᵢ/∂W for every adapter weight, and the summed loss of all targets in nats.
-
         """
         rows, columns = batch.tokens.shape
         row_of = batch.positions // columns

@@ -21,7 +21,6 @@ class Question:
         answers: The right answers, each of which is sufficient. Empty if no candidate is right.
         candidates: The answers to choose from; empty if the answer is to be generated.
         group: Key of related questions: from one question of MultiRC, or about one text of WSC.
-
     """
 
     origin: str

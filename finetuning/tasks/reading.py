@@ -14,7 +14,6 @@ def read_questions(path: Path, task: Task) -> list[Question]:
     Raises:
         DataError: The file is missing or empty, or rows are malformed; the message
             names file, line and reason.
-
     """
     rows = parse_rows(path, lambda o, v: task.convert(o, as_object(v)), advice="fix them")
     return task.complete([question for row in rows for question in row])

@@ -36,7 +36,6 @@ class Prepared:
     Attributes:
         candidates: The candidates of each question, if the task has candidates.
         prompts: The prompt of each question, (tokens,) int64, if the task has no candidates.
-
     """
 
     task: Task
@@ -63,7 +62,6 @@ class Answers:
         texts: The chosen candidate, or the generated text, of each question.
         probabilities: Normalised probability of each question's right candidate (FL-GLM section
             4.1.2); empty for generated texts, and 0 where no candidate is right.
-
     """
 
     texts: list[str]
@@ -80,7 +78,6 @@ def prepare(
 
     Raises:
         DataError: The chat template rejects a question.
-
     """
     if task.is_cloze:
         candidates = _continuations(questions, tokenizer)
@@ -102,7 +99,6 @@ def answer(
 
     Raises:
         DataError: A question with a candidate doesn't fit into ``max_tokens``.
-
     """
     if prepared.task.is_cloze:
         return _choose(

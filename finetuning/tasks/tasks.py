@@ -22,7 +22,6 @@ class Task:
         is_cloze: Whether an answer is chosen from candidates; otherwise it is generated.
         has_classes: Whether the candidates have the same meaning in all questions.
         has_words: Whether the candidates are single words, whose probabilities are normalised.
-
     """
 
     folder: str

@@ -27,7 +27,6 @@ def importance(
         rows: Training examples, each in its own micro-batch; at least one.
         jacobian: ``mean-absolute`` averages |∂L/∂W| over rows, where L is the mean loss of a row's
             targets; ``mean-gradient`` takes the absolute value of the average of ∂L/∂W.
-
     """
     total: dict[str, torch.Tensor] = {}
     for row in rows:
@@ -63,7 +62,6 @@ class ContinualPenalty(Penalty):
             to reach this share; ``weight`` is then the last step's λ. With 0, λ is constant.
         over: ``all``: one s over all tensors. ``tensor``: one s per tensor; the tensors' s + s² are
             summed and halved, as in the code published with the paper.
-
     """
 
     def __init__(

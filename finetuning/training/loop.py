@@ -43,7 +43,6 @@ class LocalRound:
         total_steps: Number of steps in all rounds of the run.
         seed: Seed of this client in this round.
         deadline: Time of the deadline on ``time.monotonic``'s clock.
-
     """
 
     steps: Sequence[Sequence[int]]
@@ -66,7 +65,6 @@ class TrainingReport:
         learning_rate: Learning rate of the last step.
         penalty_gradient_share: Penalty's share of the gradient norm, as a mean over all steps but
             the first, where the penalty's gradient is 0; None without a penalty.
-
     """
 
     losses: list[float]
@@ -108,7 +106,6 @@ def train_round(
     Raises:
         DeadlineError: The deadline passed; the adapter contains the updates of the finished steps.
         FloatingPointError: A loss is not finite.
-
     """
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})

@@ -69,7 +69,6 @@ def load_optimizer(
 
     Raises:
         ValueError: The state belongs to a different adapter.
-
     """
     names = {key.rpartition(":")[0] for key in state}
     if state and names != set(parameters):

@@ -13,7 +13,6 @@ class Penalty(ABC):
         parameters: Trained weights W by name.
         anchor: The weights Ŵ of the global adapter just received, keyed by name; copied.
         weight: The factor λ or μ.
-
     """
 
     def __init__(

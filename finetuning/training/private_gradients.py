@@ -30,7 +30,6 @@ class Noise:
         multiplier: σ, the standard deviation of the noise as a multiple of C.
         row_norm: C, the maximum norm of a row's gradient over all adapter weights.
         expected_rows: Expected number of rows in a step.
-
     """
 
     multiplier: float
@@ -73,7 +72,6 @@ class PrivateGradients:
 
         Returns:
             Each micro-batch's summed loss in nats, which is not differentially private.
-
         """
         noise = self._noise
         deviation = noise.multiplier * noise.row_norm

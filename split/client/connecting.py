@@ -40,7 +40,6 @@ def connect(
 
     Raises:
         LaneError: The block server can't be reached or refuses the handshake.
-
     """
     payload_bytes = {}
     if training and split.average_every:

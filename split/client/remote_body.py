@@ -23,7 +23,6 @@ class RemoteBody:
 
     Attributes:
         seconds_waiting: Time spent waiting for the server's frames.
-
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class RemoteBody:
             Tuples of the kind of frame, the index of the micro-batch, and a tensor of shape (rows,
             columns, hidden) on the CPU: the hidden states after the body (``HIDDEN``), or the
             gradient with respect to the hidden states before the body (``GRADIENT``).
-
         """
         last = Kind.GRADIENT if wants_gradient else Kind.HIDDEN
         shapes: list[torch.Size] = []  # shapes of the micro-batches that were sent
@@ -132,7 +130,6 @@ class RemoteBody:
             hidden: Hidden states after the head, (rows, columns, hidden).
             lengths: Number of tokens in each row without padding, (rows,).
             fields: Side of the padding, and the other fields of the frame (``docs/wire.md``).
-
         """
         hidden = hidden.detach()
         if self._noise:
@@ -156,7 +153,6 @@ class RemoteBody:
 
         Returns:
             The factor, 0 to 1, that clips gradients, and the norm over all parties before clipping.
-
         """
         self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
         # Other clients may be slow, so the answer may take until the end of the round.
@@ -223,7 +219,6 @@ class RemoteBody:
             until: Time limit on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
             also: Second kind to accept; None for no other kind.
             micro_batch: Expected index of the micro-batch; None to skip this check.
-
         """
         started = time.monotonic()
         timeout = self._frame_timeout if until is None else max(0.0, until - started)

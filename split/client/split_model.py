@@ -37,7 +37,6 @@ class SplitModel:
         deadline: Time at which to stop waiting for activation budget at the server, on
             ``time.monotonic``'s clock; None to stop after ``frame_timeout``.
         noise: Standard deviation of the noise on hidden states; see `connect`.
-
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class SplitModel:
             longest: Number of padded tokens of the largest micro-batch, prefixes included.
             deadline: End of the round, on ``time.monotonic``'s clock.
             average_every: Number of steps between averages of all parties' adapters; 0 means never.
-
         """
         self._body.join(
             plan=plan,
@@ -113,7 +111,6 @@ class SplitModel:
 
         Returns:
             The summed loss of each micro-batch in nats.
-
         """
         if self._body.average_due:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -156,7 +153,6 @@ class SplitModel:
 
         Returns:
             The norm over all parties before clipping.
-
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         factor, norm = self._body.end_step(squared_norm(gradients))
@@ -209,7 +205,6 @@ class SplitModel:
 
         Raises:
             LaneError: The lane has ended, or the confirmation did not arrive in time.
-
         """
         self._body.end(until)
 

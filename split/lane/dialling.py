@@ -68,7 +68,6 @@ def open_lane(
         HandshakeError: The server refused the handshake; subclasses state the reason.
         LaneTimeoutError: The server did not answer.
         LaneUnreachableError: The server can't be reached, or ended the handshake.
-
     """
     # No resume timeout here: if resuming fails, the thread below ends the lane with the reason.
     lane = Lane(

@@ -94,7 +94,6 @@ class AnsweredHandshakes:
 
         Raises:
             LaneBusyError: There are too many handshakes.
-
         """
         with self._lock:
             if self._taken.total() >= self._most or self._taken[identity] >= self._each:

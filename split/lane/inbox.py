@@ -12,7 +12,6 @@ class Inbox:
 
     Args:
         max_bytes: Maximum memory of all frames; a single frame in the queue may be larger.
-
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -57,7 +57,6 @@ class Lane:
     Attributes:
         opened: Number of streams opened so far.
         over: Event that is set when the lane and its last stream have ended.
-
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class Lane:
             FrameError: The frame is not allowed on the lane, which stays open.
             LaneBacklogError: The client does not read the server's frames; the lane has ended.
             LaneError: The lane has ended.
-
         """
         frame = Frame(
             kind=kind,
@@ -172,7 +170,6 @@ class Lane:
             LaneClosedError: Either side closed the lane, and there are no more frames.
             PeerError: The other side ended the lane with an error message.
             LaneError: The lane has ended for another reason.
-
         """
         started = time.perf_counter()
         end = time.monotonic() + timeout
@@ -379,7 +376,6 @@ class Lane:
             error: Error that ``send`` and ``receive`` raise from now on.
             message: Error message to send to the other end; None to end with ``CLOSE``.
             flush: Whether to send queued frames first; ignored if there is a message.
-
         """
         if self._life.error is not None:
             return

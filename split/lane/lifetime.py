@@ -20,7 +20,6 @@ class Lifetime:
         error: Error that ended the lane; None while the lane is open.
         close_reason: Error message for the other end; None if the lane ends normally.
         ended_at: Time at which the lane ended, on ``time.monotonic``'s clock.
-
     """
 
     def __init__(self, resume_timeout: float) -> None:

@@ -45,7 +45,6 @@ class LaneServer:
 
     Raises:
         OSError: The server can't listen on the address.
-
     """
 
     def __init__(

@@ -24,7 +24,6 @@ class Traffic:
         seconds_crypto: Time spent on encryption and decryption.
         seconds_serialisation: Time spent on serialising and deserialising tensors.
         seconds_waiting: Time spent in ``Lane.receive``.
-
     """
 
     bytes_up: int = 0
@@ -50,7 +49,6 @@ class Stream:
     Attributes:
         opener: Decryption of the other end's records.
         resumption: Ticket that opens the lane's next stream.
-
     """
 
     def __init__(
@@ -94,7 +92,6 @@ class Stream:
         Raises:
             FrameError: A tensor contains a value that is not finite.
             LaneCutError: The key has reached its limit of encrypted bytes.
-
         """
         started = time.perf_counter()
         content = outgoing.write()
@@ -120,7 +117,6 @@ class Stream:
 
         Raises:
             FrameError: The record or the frame is not allowed on the lane.
-
         """
         self._received += wire_bytes(record)
         return self.opener.open(record)
@@ -130,7 +126,6 @@ class Stream:
 
         Raises:
             FrameError: The record is not a valid ``CONFIRM`` frame.
-
         """
         frame = self.open(record)
         if frame is None or frame.kind is not Kind.CONFIRM:

@@ -28,7 +28,6 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
 
     Raises:
         ValueError: Two parts have a tensor of the same name, or a block's prefix is missing.
-
     """
     joined: State = {}
     for part in parts:
@@ -49,7 +48,6 @@ def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[
 
     Raises:
         ValueError: A tensor belongs to no block of the model, or a prefix can't be divided.
-
     """
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
     for name, tensor in sorted(state.items()):

@@ -16,7 +16,6 @@ def hidden_of_candidates(
 
     Returns:
         States after the last block and norm, (positions, hidden): all beginnings, then all endings.
-
     """
     lengths, columns = batch.beginning_lengths, batch.beginnings.shape[1]
     padding = Padding("left", lengths)

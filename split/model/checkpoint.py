@@ -29,7 +29,6 @@ class Checkpoint:
         files: File of each tensor, keyed by name.
         shapes: Shape of each tensor, keyed by name.
         dtypes: Data type that each tensor is stored in, keyed by name.
-
     """
 
     def __init__(self, directory: Path) -> None:
@@ -107,7 +106,6 @@ def compared(
 
     Raises:
         BaseModelError: A tensor of the model differs from the checkpoint.
-
     """
     holds = dict(model.state_dict())
     if not quantized:

@@ -23,7 +23,6 @@ def body_devices(settings: SplitSettings) -> list[str]:
 
     Raises:
         BaseModelError: A device in ``split.body-devices`` does not exist.
-
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = [f"cuda:{number}" for number in range(count)]
@@ -46,7 +45,6 @@ def device_map(
 
     Returns:
         Dictionary from paths of modules to devices, in the order in which the modules run.
-
     """
     if len(devices) == 1:
         return {"": devices[0]}

@@ -54,7 +54,6 @@ def check_exactness(
     Raises:
         BaseModelError: The results differ, or the architecture is not causal or cannot be tested.
             The message names the architecture.
-
     """
     facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
     mark = cache_directory() / "exactness" / _key(facts)

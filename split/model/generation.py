@@ -42,7 +42,6 @@ class Generation:
 
         Returns:
             Prompts and answers, (rows, columns + new tokens), or what ``settings`` request.
-
         """
         columns = mask.shape[1]
         padding = columns - mask.sum(dim=1).cpu()
@@ -70,7 +69,6 @@ class Generation:
 
         Raises:
             ValueError: The tokens are neither one token per row nor a whole text.
-
         """
         rows, columns = tokens.shape
         # The rows of several texts that continue the same prompt are adjacent.

@@ -30,7 +30,6 @@ class KeyValues:
     Attributes:
         cache: Cache of the blocks; None if the party has no blocks.
         columns: Number of tokens of each row so far, including padding.
-
     """
 
     def __init__(self, part: Part, padding: Padding, columns: int) -> None:
@@ -63,7 +62,6 @@ class KeyValues:
         Returns:
             Hidden states, (rows, columns, hidden), after the party's last block; for the tail, also
             after the final norm.
-
         """
         inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
         self.columns += given.shape[1]

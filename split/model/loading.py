@@ -50,7 +50,6 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
 
     Raises:
         BaseModelError: There is no such checkpoint, or it is not in safetensors format.
-
     """
     name = resolve(name)
     if not is_id(name):
@@ -91,7 +90,6 @@ def load_parts(
 
     Raises:
         BaseModelError: A part cannot be loaded, or a tensor differs from the checkpoint.
-
     """
     whole = outline(directory)
     refuse_quantized(whole.config, directory)

@@ -35,7 +35,6 @@ def miniature(config: Any) -> Any:
 
     Raises:
         Exception: The architecture does not support these widths, or needs too many weights.
-
     """
     from transformers import AutoModelForCausalLM
 

@@ -31,7 +31,6 @@ class Part:
         digests: SHA-256 of each tensor that the model was loaded from, keyed by its name in the
             checkpoint.
         dtype: Data type that the frozen blocks compute in.
-
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Part:
         Returns:
             Hidden states, (rows, columns, hidden), after the party's last block; for the tail, also
             after the final norm. Gradients propagate back to hidden states in ``given``.
-
         """
         inputs = self.inputs_of(given) | without_cache(self._backbone)
         columns = given.shape[1]
@@ -120,7 +118,6 @@ class Part:
         Raises:
             BaseModelError: A target cannot be adapted, or prefixes are not supported.
             ValueError: An adapter with this name already exists.
-
         """
         if name in self._slots:
             raise ValueError(f"an adapter {name!r} exists already")

@@ -44,7 +44,6 @@ class Partition:
         blocks: Number of blocks of the whole model.
         head: Number of blocks at the client after the embedding.
         tail: Number of blocks at the client before the output head.
-
     """
 
     blocks: int
@@ -77,7 +76,6 @@ def partition_of(directory: Path, settings: SplitSettings) -> Partition:
 
     Raises:
         BaseModelError: No block is left for the body, or the configuration cannot be read.
-
     """
     from transformers import AutoConfig
 
@@ -101,7 +99,6 @@ def outline(directory: Path) -> Any:
 
     Raises:
         BaseModelError: The architecture is unknown, or is not a causal language model.
-
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -158,7 +155,6 @@ def tensors_of_part(
     Returns:
         Dictionary: keys are names to pass to ``from_pretrained``, values are names in the
         checkpoint. They differ only for a tied tensor that is stored under the other tensor's name.
-
     """
     with torch.device("meta"):
         part = part_class(whole, partition, party)(copy.deepcopy(whole.config))
@@ -186,7 +182,6 @@ def blocks_of(model: Any, blocks: int) -> str:
 
     Raises:
         BaseModelError: The blocks are not in one list.
-
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:

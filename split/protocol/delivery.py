@@ -44,7 +44,6 @@ class Delivery:
 
         Raises:
             FrameError: The count is lower than before, or higher than the number of sent frames.
-
         """
         if not self.acknowledged <= count <= self.acknowledged + self._sent:
             raise FrameError(
@@ -61,7 +60,6 @@ class Delivery:
 
         Raises:
             FrameError: See ``acknowledge``.
-
         """
         self.acknowledge(count)
         self._sent = 0

@@ -90,7 +90,6 @@ class Evaluation:
     Attributes:
         choosing: Whether a selected model is not ready yet. Any thread may set it.
         answered: Number of micro-batches whose output was sent. Any thread may increment it.
-
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class Evaluation:
 
         Raises:
             ProtocolError: The frame is not allowed now, or contradicts earlier frames.
-
         """
         if frame.kind is Kind.END:
             self.state = State.ENDED

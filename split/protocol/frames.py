@@ -59,7 +59,6 @@ class Frame:
     Attributes:
         tensors: Tensors by name, on the CPU if received. ``hidden`` and ``gradient`` have shape
             (rows, columns, hidden); ``lengths``, if present, has shape (rows,).
-
     """
 
     kind: Kind
@@ -95,7 +94,6 @@ class Padding:
         side: Side of the padding in each row. Padding on the right needs no mask, because causal
             attention ignores it. Generation pads on the left.
         lengths: (rows,) int64, number of tokens of each row without padding.
-
     """
 
     side: Literal["right", "left"]
@@ -112,7 +110,6 @@ class Limits:
             limit follows from ``maximum_tokens``.
         maximum_columns: Maximum number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, because
             time and memory of attention grow with its square; None means ``maximum_tokens``.
-
     """
 
     hidden: int  # width of the hidden states
@@ -155,7 +152,6 @@ class Limits:
 
         Raises:
             FrameError: The payload is larger than the lane allows for this kind.
-
         """
         most = self.largest(kind)
         if not most:
@@ -169,7 +165,6 @@ class Limits:
         Raises:
             FrameError: The shape is not (rows, columns, hidden), or there are too many tokens or
                 columns.
-
         """
         if len(shape) != 3 or shape[2] != self.hidden or 0 in shape:
             raise FrameError(
@@ -195,7 +190,6 @@ class Limits:
 
         Raises:
             FrameError: The payload is not allowed for this kind.
-
         """
         self.check_bytes(kind, size)
         tokens = TENSOR_OF_KIND.get(kind)
@@ -233,7 +227,6 @@ def check_padding(frame: Frame) -> None:
     Raises:
         FrameError: A length is not from 1 to the number of columns, or the side is not left or
             right.
-
     """
     lengths = frame.tensors.get("lengths")
     if frame.kind not in TENSOR_OF_KIND or lengths is None:
@@ -253,7 +246,6 @@ def check_name(name: str) -> None:
 
     Raises:
         FrameError: The name is not allowed.
-
     """
     if not 1 <= len(name) <= _MAX_NAME_LENGTH or name == METADATA:
         raise FrameError(
@@ -266,7 +258,6 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
     Raises:
         FrameError: A field's name, type or value is not allowed.
-
     """
     for name, value in fields.items():
         check_name(name)
@@ -290,7 +281,6 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
 
     Raises:
         ProtocolError: The lengths are missing.
-
     """
     if "lengths" not in frame.tensors:
         raise ProtocolError("received hidden states without the lengths of their rows")
@@ -303,7 +293,6 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
 
     Raises:
         ProtocolError: A number is not finite, or its absolute value is larger than 2³⁰.
-
     """
     if not numbers.numel():
         return
@@ -317,7 +306,6 @@ def whole_number(frame: Frame, name: str) -> int:
 
     Raises:
         ProtocolError: The field is missing, negative or of the wrong type.
-
     """
     value = frame.fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -70,7 +70,6 @@ class ClientHandshake(_Handshake):
 
         Raises:
             HandshakeError: The server's public key does not belong to this suite.
-
         """
         self._expect(_State.NEW)
         hello = Hello(
@@ -93,7 +92,6 @@ class ClientHandshake(_Handshake):
         Raises:
             HandshakeError: M2 is malformed, or its sender lacks the ticket's secret or the server's
                 private key.
-
         """
         self._expect(_State.HELLO)
         check_prefix(answer, 2)
@@ -127,7 +125,6 @@ class ServerHandshake(_Handshake):
                 suite is not the server's.
             TicketError: The ticket is unknown, expired, used or issued for a different identity.
             LaneBusyError: The same message was received before. A client can retry with a new M1.
-
         """
         self._expect(_State.NEW)
         message = read_hello(hello)
@@ -148,7 +145,6 @@ class ServerHandshake(_Handshake):
         Raises:
             HandshakeError: The secret can't be decrypted, or the client's share is invalid.
             ServerKeyError: The secret is encrypted to a key other than the current one.
-
         """
         self._expect(_State.HELLO)
         message = self._message
@@ -167,7 +163,6 @@ class ServerHandshake(_Handshake):
 
         Raises:
             HandshakeError: M3 is malformed or altered, or its sender does not have the keys.
-
         """
         self._expect(_State.ANSWERED)
         check_prefix(finished, 3)

@@ -62,7 +62,6 @@ def read_hello(message: bytes) -> Hello:
 
     Raises:
         HandshakeError: M1 is malformed, or has an unknown version or suite.
-
     """
     check_prefix(message, 1)
     if len(message) > MAX_HELLO_BYTES:
@@ -95,7 +94,6 @@ def check_prefix(message: bytes, number: int) -> None:
 
     Raises:
         HandshakeError: The prefix is malformed, or its number or version is wrong.
-
     """
     if len(message) < PREFIX_BYTES:
         raise refused(Refusal.MALFORMED)

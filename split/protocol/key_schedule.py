@@ -34,7 +34,6 @@ class KeySchedule:
         shared: X25519 secret of the two ephemeral shares, 32 bytes.
         wrapped: The secret that the client encrypted to the server's key, 32 bytes.
         ticket: The ticket's secret, 32 bytes.
-
     """
 
     def __init__(self, shared: bytes, wrapped: bytes, ticket: bytes) -> None:

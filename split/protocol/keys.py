@@ -40,7 +40,6 @@ def known_suite(name: str) -> KeyExchange:
 
     Raises:
         HandshakeError: There is no such suite.
-
     """
     for suite in SUITE_NUMBERS:
         if suite == name:
@@ -60,7 +59,6 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> by
 
     Raises:
         HandshakeError: The public key does not belong to this suite.
-
     """
     try:
         if suite == "rsa-3072":
@@ -134,7 +132,6 @@ class ServerKeys:
         Raises:
             ServerKeyError: The identifier is not that of the current key.
             HandshakeError: The secret can't be decrypted, or was encrypted for a different message.
-
         """
         key = self._key  # read once, because another thread may rotate the key
         if not secrets.compare_digest(identifier, key_identifier(self.suite, key.public)):

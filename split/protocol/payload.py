@@ -135,7 +135,6 @@ def read_description(content: memoryview, size: int, kind: Kind, limits: Limits)
 
     Raises:
         FrameError: The payload is not in safetensors format, or not allowed on the lane.
-
     """
     if len(content) < _LENGTH.size:
         raise FrameError("a payload is too short to be safetensors")
@@ -202,7 +201,6 @@ class Outgoing:
 
     Raises:
         FrameError: The frame is not allowed on the lane.
-
     """
 
     def __init__(self, frame: Frame, limits: Limits) -> None:
@@ -236,7 +234,6 @@ class Outgoing:
 
         Raises:
             FrameError: A tensor contains a value that is not finite.
-
         """
         for copied in self._copied:
             copied.synchronize()
@@ -264,7 +261,6 @@ def read(
 
     Raises:
         FrameError: A tensor contains a value that is not finite, or the row lengths are invalid.
-
     """
     data = buffer[description.start :]
     tensors = {entry.name: entry.of(data) for entry in description.entries}

@@ -23,7 +23,6 @@ def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> Non
         integers: Output, int8 of the same shape.
         scales: Output, float32 of shape (rows, columns).
         name: Name of the tensor for error messages.
-
     """
     numbers = tensor.float()
     # Along a dimension, aminmax is many times slower than amax and amin.

@@ -70,7 +70,6 @@ class Sealer:
 
         Raises:
             LaneCutError: The key has reached its limit of bytes; the lane needs a new stream.
-
         """
         total = len(content)
         if total > self._left:
@@ -123,7 +122,6 @@ class Opener:
             AlteredRecordError: The record was altered, repeated or reordered, follows an omitted
                 one, or belongs to a different lane.
             FrameError: The other side sent the record, but the frame is not allowed.
-
         """
         size = len(record) - HEADER_BYTES - TAG_BYTES
         if not 1 <= size <= RECORD_BYTES:

@@ -25,7 +25,6 @@ class StandingInvitation(BaseModel):
         digests: Digests of the base model's tensors that the client needs, as far as the server
             has these tensors.
         models: Digest of each model's body adapters, by name of the model; see ``body_digest``.
-
     """
 
     model_config = ConfigDict(

@@ -95,7 +95,6 @@ class TicketBook:
 
         Raises:
             TicketError: The ticket is unknown, expired or used.
-
         """
         entry = self._valid(identifier)
         return Ticket(identifier, entry.secret), entry.identity
@@ -106,7 +105,6 @@ class TicketBook:
         Raises:
             LaneBusyError: The message was received before. The ticket remains valid.
             TicketError: The ticket is unknown, expired or used.
-
         """
         entry = self._valid(identifier)
         if mac in entry.hellos:
@@ -124,7 +122,6 @@ class TicketBook:
 
         Raises:
             TicketError: The ticket is unknown, expired or used.
-
         """
         self._forget()
         used = self._valid(identifier)
@@ -152,7 +149,6 @@ class TicketBook:
 
         Raises:
             TicketError: The ticket is no longer valid, because a newer stream was confirmed.
-
         """
         self._valid(resumption)
         for identifier in self._tickets_of[lane]:

@@ -43,7 +43,6 @@ class RoundLimits:
 
         Raises:
             ProtocolError: The largest micro-batch exceeds the activation budget.
-
         """
         if longest > self.activation_budget:
             raise ProtocolError(
@@ -123,7 +122,6 @@ class TrainingRound:
         credits: Maximum number of the client's micro-batches in flight.
         answered: Number of micro-batches of the step whose output was sent; any thread may set it.
         returned: Number of micro-batches of the step whose gradient has arrived.
-
     """
 
     def __init__(self, largest: RoundPlan, limits: RoundLimits) -> None:
@@ -144,7 +142,6 @@ class TrainingRound:
         Raises:
             ProtocolError: The frame is not ``JOIN``, or a number is larger than the client's number
                 of examples allows.
-
         """
         if frame.kind is not Kind.JOIN:
             raise ProtocolError(f"a lane began with a {frame.kind.name} frame; expected JOIN")
@@ -182,7 +179,6 @@ class TrainingRound:
 
         Raises:
             ProtocolError: The frame is not allowed now, or contradicts earlier frames.
-
         """
         if frame.kind is Kind.END:
             if self.state is not State.BETWEEN_STEPS or self._step != self.plan.steps:

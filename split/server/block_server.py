@@ -38,7 +38,6 @@ class BlockServer(Endpoint):
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
-
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class BlockServer(Endpoint):
             seed: Seed of the round's dropout in the body; used by ``client-batch`` only.
             own: Adapters of the head and tail that the clients begin with; None if nothing is
                 averaged within the round. Averaging compares the clients' adapters with these.
-
         """
         self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
@@ -133,7 +131,6 @@ class BlockServer(Endpoint):
             lifetime: Seconds for which the ticket is valid.
             examples: Number of training examples, which limits the number of steps; None for the
                 number that was passed to ``begin_round``.
-
         """
         if examples is None:
             examples = self._examples[client]
@@ -156,7 +153,6 @@ class BlockServer(Endpoint):
             round_number: Number of the last round before this evaluation; 0 before the first round.
             models: Body adapters by name of the model; None for a model without adapters.
             lifetime: Seconds for which the ticket is valid.
-
         """
         identity = Identity(f"{self._run}/evaluate", round_number, client)
         return self._grant(identity, models, lifetime)
@@ -232,7 +228,6 @@ class BlockServer(Endpoint):
 
         Raises:
             RuntimeError: A lane did not end in time; the threads have been stopped nevertheless.
-
         """
         try:
             self.finish_lanes(timeout_seconds)

@@ -44,7 +44,6 @@ class BodyAdapters:
         adapter: Kind, rank, scale, dropout and targets, or prefix length.
         train: Settings of the optimizer.
         state: Initial weights of the adapters, keyed by name in the whole model.
-
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class BodyAdapters:
 
         Raises:
             FloatingPointError: The norm is not finite.
-
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = (squared_norm(gradients) + others) ** 0.5

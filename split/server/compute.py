@@ -46,7 +46,6 @@ class Job:
         tokens: Number of padded tokens that the job takes from the activation budget. The owner
             must return them with ``release``, even if the job failed.
         queued: Time at which the job was queued, on the thread's clock.
-
     """
 
     owner: JobOwner
@@ -68,7 +67,6 @@ def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | N
         waiting: Jobs in order of arrival.
         free_tokens: Number of free padded tokens in the activation budget.
         now: Time on the clock of ``Job.queued``.
-
     """
     first = _first_with_tokens(waiting)
     ready = [
@@ -88,7 +86,6 @@ class ComputeThread:
 
     Args:
         activation_budget: Maximum number of padded tokens whose activations are in memory at once.
-
     """
 
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:

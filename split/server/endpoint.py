@@ -31,7 +31,6 @@ class Endpoint(ABC):
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
-
     """
 
     def __init__(self, split: SplitSettings, limits: Limits) -> None:

@@ -41,7 +41,6 @@ class EvaluationSession(Session):
         adapter: Kind, rank, scale and targets, or prefix length.
         longest: Number of padded tokens of the largest micro-batch; 0 to allow only cached texts.
         max_cached_tokens: Maximum number of padded tokens in the key-value cache.
-
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class EvaluationSession(Session):
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
             ProtocolError: The client sent a frame that is not allowed.
-
         """
         try:
             self.dispatch(

@@ -35,7 +35,6 @@ class ModelServer(Endpoint):
 
     Raises:
         OSError: The server can't listen on the address in ``split.listen``.
-
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class ModelServer(Endpoint):
             client: Name of the client.
             models: Body adapters by name of the model; None for a model without adapters.
             lifetime: Seconds until the invitation expires and open lanes are ended.
-
         """
         identity = Identity(self._run, 0, client)
         self._grants[identity] = models, time.monotonic() + lifetime

@@ -48,7 +48,6 @@ def serve(
     Raises:
         BaseModelError: The body can't be loaded.
         OSError: The server can't listen on the address in ``split.listen``.
-
     """
     body = load_parts(
         settings=model,

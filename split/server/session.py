@@ -41,7 +41,6 @@ class Account:
         resumed: Number of times that the lane was cut and resumed.
         capped: Number of times that a value of the client was capped (``split.share-cap``).
         error: Reason why the lane ended early; empty if it did not.
-
     """
 
     client: str
@@ -70,7 +69,6 @@ class Session:
         split: Time limits for the client's next frame, in general and while other clients wait for
             activation budget that the client occupies.
         lifetime: Seconds from the client's invitation to the end of this phase of the round.
-
     """
 
     def __init__(
@@ -148,7 +146,6 @@ class Session:
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
             ProtocolError: The client sent a frame that is not allowed.
-
         """
         while (event := event_of(self.receive())) is not None:
             handlers[type(event)](event)
@@ -162,7 +159,6 @@ class Session:
 
         Raises:
             LaneError: The lane has ended, or the client was silent for too long.
-
         """
         silent_since = seen = time.monotonic()
         self._kept_once = 0.0

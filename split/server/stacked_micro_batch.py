@@ -68,7 +68,6 @@ class StackedMicroBatch:
         index: Index of the micro-batches in their steps.
         number: Number of this pass among the passes with the same index.
         parts: Micro-batch of each member, in the order of their rows.
-
     """
 
     def __init__(self, index: int, number: int, parts: Mapping[Member, HeadOutput]) -> None:

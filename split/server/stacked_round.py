@@ -79,7 +79,6 @@ class StackedRound:
 
         Raises:
             ProtocolError: The micro-batch is of the next step, but this step is not answered yet.
-
         """
         with self._lock:
             # The step's end would reset the counts below, and the other members would wait forever.

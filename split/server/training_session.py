@@ -34,7 +34,6 @@ class TrainingSession(Session):
         largest: The largest plan that the client may have.
         schedule: Determines which of the body's adapters the client trains, and with which clients.
         limits: Limits of the round.
-
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class TrainingSession(Session):
             LaneError: The lane has ended, or the client was silent for too long.
             ProtocolError: The client sent a frame that is not allowed.
             RuntimeError: The schedule rejected the client.
-
         """
         self._round.join(self.receive())
         trainer = self._trainer = self._schedule.join(self, self._round.plan)

@@ -58,7 +58,6 @@ class ClientBatch(SharedAdapters):
         Raises:
             LaneError: The client's lane has ended.
             RuntimeError: The round began without the client, or too few clients joined.
-
         """
         with self._changed:
             self._barrier.join(session.account.client)

@@ -36,7 +36,6 @@ class Hierarchical:
         client_adapters: Adapters of the head and tail, whose names and shapes clients must keep.
         split: Averaging period, and time limit for clients to wait for each other.
         minimum: Minimum number of clients in a round that contains averages.
-
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Hierarchical:
         Raises:
             LaneError: The client's lane has ended.
             RuntimeError: The round began without the client, or too few clients joined.
-
         """
         client = session.account.client
         with self._changed:
@@ -144,7 +142,6 @@ class Hierarchical:
             RuntimeError: No average is due for this client after this step.
             ProtocolError: The adapters have unexpected names, types or shapes, or are not finite.
             LaneError: The client's lane has ended.
-
         """
         client = session.account.client
         with self._changed:

@@ -14,7 +14,6 @@ class JoinBarrier:
         changed: Condition that guards this object and its owner, and is notified of changes.
         minimum: Minimum number of clients in a round.
         timeout: Seconds that clients wait for each other.
-
     """
 
     def __init__(self, changed: threading.Condition, minimum: int, timeout: float) -> None:
@@ -41,7 +40,6 @@ class JoinBarrier:
 
         Raises:
             RuntimeError: The round has begun without the client.
-
         """
         if self._begun:
             raise RuntimeError(
@@ -61,7 +59,6 @@ class JoinBarrier:
         Raises:
             LaneError: The client's lane has ended.
             RuntimeError: Fewer than the minimum number of clients joined in time.
-
         """
         end = time.monotonic() + self._timeout
         try:

@@ -23,7 +23,6 @@ class Serial(SharedAdapters):
 
         Raises:
             RuntimeError: The turn of another client has not ended.
-
         """
         client = session.account.client
         with self._lock:

@@ -31,7 +31,6 @@ class SharedAdapters:
 
         Raises:
             RuntimeError: Always.
-
         """
         raise RuntimeError("with this split.schedule, adapters are not averaged within a round")
 
