@@ -50,48 +50,14 @@ def generate_texts(
 ) -> list[str]:
     """Continue prompts in batches of similar length; return the texts in the order of the prompts.
 
-    Args:
-        model: Model with its adapter.
-        tokenizer: Tokenizer of the base model.
-        prompts: (tokens,) int64 each.
-        batch_size: Maximum number of prompts in a batch.
-        max_new: Maximum number of tokens to generate per prompt.
-        max_tokens: Maximum number of padded tokens in a batch, including prefix and new tokens; a
-            longer prompt gets its own batch.
-        settings: Arguments of ``generate``; see `GREEDY` and `sampling`.
-        before_batch: Called with the number of each batch before it is processed.
-        finished: Called with the number of prompts of each batch after it is processed.
-        exactly: Whether to continue to the end of the text instead of to the end of the answer, and
-            to keep all whitespace.
-    """
-    columns = [model.columns_before + len(prompt) + max_new for prompt in prompts]
-    texts = [""] * len(prompts)
-    batches = micro_batches(range(len(prompts)), columns, max_tokens, most_rows=batch_size)
-    for number, batch in enumerate(batches):
-        before_batch(number)
-        chosen = [prompts[index] for index in batch]
-        answers = continue_prompts(
-            model, tokenizer, chosen, max_new=max_new, settings=settings, exactly=exactly
-        )
-        for index, text in zip(batch, answers, strict=True):
-            texts[index] = text
-        finished(len(batch))
-    return texts
+    Each prompt, (tokens,) int64, is continued by at most ``max_new`` tokens. A batch has at most
+    ``batch_size`` prompts and ``max_tokens`` padded tokens, including prefix and new tokens; a
+    longer prompt gets its own batch. ``settings`` are arguments of ``generate``; see `GREEDY` and
+    `sampling`. ``before_batch`` is called with the number of each batch before it is processed, and
+    ``finished`` with the batch's number of prompts after it is processed.
 
-
-def continue_prompts(
-    model: Answering,
-    tokenizer: Any,
-    prompts: Sequence[torch.Tensor],
-    max_new: int,
-    settings: Mapping[str, Any],
-    exactly: bool = False,
-) -> list[str]:
-    """Continue one batch of prompts, with arguments as in `generate_texts`.
-
-    Returns:
-        The continuation of each prompt as text, without special tokens and, unless ``exactly`` is
-        true, without surrounding whitespace.
+    The texts have no special tokens. With ``exactly``, they continue to the end of the text instead
+    of to the end of the answer, and keep surrounding whitespace.
     """
     if not exactly:
         # A base model's template can use an end mark other than the checkpoint's (`<|im_end|>`).
@@ -100,9 +66,17 @@ def continue_prompts(
     # Prompts are padded on the left, because new tokens are appended on the right.
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     padding = tokenizer.pad_token_id
-    tokens = pad(list(prompts), padding_value=padding)
-    mask = pad([torch.ones_like(prompt) for prompt in prompts])
-    output = model.generate(tokens, mask, max_new, pad_token_id=padding, **settings)
-    new = output[:, tokens.shape[1] :]
-    texts: list[str] = tokenizer.batch_decode(new, skip_special_tokens=True)
-    return texts if exactly else [text.strip() for text in texts]
+    columns = [model.columns_before + len(prompt) + max_new for prompt in prompts]
+    texts = [""] * len(prompts)
+    batches = micro_batches(range(len(prompts)), columns, max_tokens, most_rows=batch_size)
+    for number, batch in enumerate(batches):
+        before_batch(number)
+        chosen = [prompts[index] for index in batch]
+        tokens = pad(chosen, padding_value=padding)
+        mask = pad([torch.ones_like(prompt) for prompt in chosen])
+        output = model.generate(tokens, mask, max_new, pad_token_id=padding, **settings)
+        new = tokenizer.batch_decode(output[:, tokens.shape[1] :], skip_special_tokens=True)
+        for index, text in zip(batch, new, strict=True):
+            texts[index] = text if exactly else text.strip()
+        finished(len(batch))
+    return texts

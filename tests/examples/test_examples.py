@@ -14,7 +14,7 @@ from finetuning.adapters.adapter import (
     save_adapter,
 )
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
-from finetuning.evaluation.generation import GREEDY, continue_prompts
+from finetuning.evaluation.generation import generate_texts
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -54,7 +54,7 @@ def test_use_adapter_answers_as_chambers_does(checkpoint, tmp_path, printed_by):
     model = attach_adapter(base.model, settings, None)
     load_adapter(model, state)
     prompts = tokenize_prompts(prompt_rows([question]), base.tokenizer)
-    expected = continue_prompts(WholeModel(model), base.tokenizer, prompts, 12, GREEDY)
+    expected = generate_texts(WholeModel(model), base.tokenizer, prompts, 1, 12)
     assert [printed] == expected
     assert printed
 

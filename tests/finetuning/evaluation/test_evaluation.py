@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
-from finetuning.evaluation.generation import GREEDY, continue_prompts, generate_texts
+from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
@@ -63,9 +63,9 @@ def test_answers_end_at_the_template_s_mark_though_the_checkpoint_has_another(
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     ).replace("mark", repr(mark))
     assert tokenizer.convert_tokens_to_ids(mark) == new[stop] != tokenizer.eos_token_id
-    (answer,) = continue_prompts(WholeModel(model), tokenizer, [prompt], 12, GREEDY)
+    (answer,) = generate_texts(WholeModel(model), tokenizer, [prompt], 1, 12)
     assert answer == tokenizer.decode(new[:stop], skip_special_tokens=True).strip()
-    (text,) = continue_prompts(WholeModel(model), tokenizer, [prompt], 12, GREEDY, exactly=True)
+    (text,) = generate_texts(WholeModel(model), tokenizer, [prompt], 1, 12, exactly=True)
     assert text == tokenizer.decode(new, skip_special_tokens=True)
 
 
