@@ -54,25 +54,10 @@ def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[st
     return {"f1": _mean(f1), "em": _mean(exact)}
 
 
-def summaries(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return ROUGE-1, ROUGE-2 and ROUGE-L (FL-GLM section 4.1.2)."""
-    return _chosen(questions, predictions, ("rouge1", "rouge2", "rougeL"))
-
-
-def medical(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return BLEU-4 and ROUGE (FL-GLM on Huatuo-26M)."""
-    return _chosen(questions, predictions, ("bleu4", "rouge1", "rouge2", "rougeL"))
-
-
-def legal(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Return ROUGE, BLEU-4 and BLEU-N (FedJudge section 4.2.2)."""
-    names = ("rouge1", "rouge2", "rougeL", "bleu4", "bleu_n")
-    return _chosen(questions, predictions, names)
-
-
-def _chosen(
+def generated(
     questions: Sequence[Question], predictions: Sequence[str], names: Sequence[str]
 ) -> dict[str, float]:
+    """Return the named scores of `score` for answers that are generated."""
     scores = score(predictions, [question.answers[0] for question in questions])
     return {name: scores[name] for name in names}
 

@@ -35,6 +35,10 @@ class Task:
 
 
 _generated = partial(Task, is_cloze=False, has_classes=False, has_words=False)
+# The metrics of FL-GLM section 4.1.2, of FL-GLM on Huatuo-26M, and of FedJudge section 4.2.2.
+_summaries = partial(metrics.generated, names=("rouge1", "rouge2", "rougeL"))
+_medical = partial(metrics.generated, names=("bleu4", "rouge1", "rouge2", "rougeL"))
+_legal = partial(metrics.generated, names=("rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"))
 
 TASKS: Mapping[str, Task] = {
     "boolq": Task("BoolQ", "val", superglue.boolq, metrics.accuracy),
@@ -59,12 +63,10 @@ TASKS: Mapping[str, Task] = {
         complete=superglue.with_other_nouns,
         has_words=False,
     ),
-    "cnn-dailymail": _generated(
-        "cnn_dailymail", "test", generated_text.cnn_dailymail, metrics.summaries
-    ),
-    "xsum": _generated("xsum", "test", generated_text.xsum, metrics.summaries),
-    "huatuo": _generated("huatuo", "val", generated_text.instruction, metrics.medical),
-    "court": _generated("court", "test", generated_text.instruction, metrics.legal),
-    "consultation": _generated("consultation", "test", generated_text.instruction, metrics.legal),
-    "reasoning": _generated("reasoning", "test", generated_text.instruction, metrics.legal),
+    "cnn-dailymail": _generated("cnn_dailymail", "test", generated_text.cnn_dailymail, _summaries),
+    "xsum": _generated("xsum", "test", generated_text.xsum, _summaries),
+    "huatuo": _generated("huatuo", "val", generated_text.instruction, _medical),
+    "court": _generated("court", "test", generated_text.instruction, _legal),
+    "consultation": _generated("consultation", "test", generated_text.instruction, _legal),
+    "reasoning": _generated("reasoning", "test", generated_text.instruction, _legal),
 }
