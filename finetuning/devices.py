@@ -57,8 +57,7 @@ def to_host(
 ) -> tuple[dict[str, torch.Tensor], list[torch.Event]]:
     """Start copying detached tensors to the CPU, without waiting for the devices.
 
-    Returns:
-        The copies, and an event for each accelerator that marks the completion of its copies.
+    Return the copies, and an event for each accelerator that marks the completion of its copies.
     """
     copies = {name: t.detach().to("cpu", non_blocking=True) for name, t in tensors.items()}
     events = []

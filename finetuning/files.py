@@ -36,10 +36,8 @@ def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; rename it to ``target`` if the block succeeds.
 
     A reader sees either the old or the new content in full. If the block raises, the temporary file
-    or folder is removed and ``target`` is unchanged.
-
-    Raises:
-        DiskFullError: The content doesn't fit on the disk.
+    or folder is removed and ``target`` is unchanged. Raise a DiskFullError if the content doesn't
+    fit on the disk.
     """
     aside = target.with_name(f".{target.name}.{os.getpid()}.new")
     with filling(target.parent):
@@ -89,11 +87,7 @@ def remove_whole(folder: Path) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """Convert disk-full errors raised in the context to a `DiskFullError` that names the folder.
-
-    Raises:
-        DiskFullError: Content written within the context doesn't fit on the disk.
-    """
+    """Convert disk-full errors raised in the context to a `DiskFullError` that names the folder."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -110,11 +104,7 @@ def _means_full(error: OSError | SafetensorError) -> bool:
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write or replace an indented JSON file.
-
-    Raises:
-        DiskFullError: The file doesn't fit on the disk.
-    """
+    """Write or replace an indented JSON file; raise a DiskFullError if it doesn't fit."""
     with replacing(target) as aside:
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         aside.write_text(text, encoding="utf-8")

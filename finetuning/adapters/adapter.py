@@ -37,10 +37,8 @@ def attach_adapter(
     The model is a ``transformers`` causal language model, which is changed in place, or a PEFT
     model that already has adapters. ``base`` is the base model's id or directory, which the saved
     adapter records. ``name`` is the adapter's name within the model and must not contain dots.
-    Modules with ``excluded`` paths are not adapted even if a target matches their name.
-
-    Raises:
-        BaseModelError: The architecture does not support the targets or prefixes.
+    Modules with ``excluded`` paths are not adapted even if a target matches their name. Raise a
+    BaseModelError if the architecture does not support the targets or prefixes.
     """
     from peft import PeftModel, get_peft_model
 
@@ -96,11 +94,8 @@ def initial_adapter(
     as in PEFT, unless the settings name an initial text: then the whole model is loaded to compute
     the prefix. ``directory`` contains the configuration; by default, it is found by ``name``.
 
-    Returns:
-        The adapter's float32 tensors, and its PEFT configuration with explicit targets.
-
-    Raises:
-        BaseModelError: The model does not exist, or does not support the targets or prefixes.
+    Return the adapter's float32 tensors, and its PEFT configuration with explicit targets. Raise a
+    BaseModelError if the model does not exist, or does not support the targets or prefixes.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoConfig, AutoModelForCausalLM

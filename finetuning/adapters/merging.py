@@ -56,10 +56,7 @@ def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
     """Write a merged model, and the tokenizer and licence of its base model's checkpoint.
 
     ``directory`` is the base model's checkpoint, and ``card`` the text of README.md. The folder is
-    written atomically.
-
-    Raises:
-        DiskFullError: The model doesn't fit on the disk.
+    written atomically. Raise a DiskFullError if the model doesn't fit on the disk.
     """
     from transformers import AutoTokenizer
 

@@ -19,12 +19,9 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
     can't replace prefixes, so the model itself must pass the views of prefixes to its blocks. All
     batches processed within the context must have exactly ``rows`` rows.
 
-    Yields:
-        Leaf tensors (rows, …), keyed by the parameters' names.
-
-    Raises:
-        BaseModelError: An adapted module is not a linear layer, or its input has no row dimension,
-            as in an output head or in an expert of a mixture of experts.
+    Yield leaf tensors (rows, …), keyed by the parameters' names. Raise a BaseModelError if an
+    adapted module is not a linear layer, or its input has no row dimension, as in an output head or
+    in an expert of a mixture of experts.
     """
     copies: dict[str, torch.Tensor] = {}
     with ExitStack() as hooks:

@@ -57,9 +57,8 @@ class SavedAdapter:
 def read_adapter(directory: Path) -> SavedAdapter:
     """Read an exported adapter: LoRA or a prefix, in PEFT's format.
 
-    Raises:
-        AdapterError: The folder contains no such adapter, or the adapter uses PEFT features that
-            exported adapters do not have.
+    Raise an AdapterError if the folder contains no such adapter, or the adapter uses PEFT features
+    that exported adapters do not have.
     """
     check_folder(directory)
     from peft import PeftConfig
@@ -98,11 +97,9 @@ def read_adapter(directory: Path) -> SavedAdapter:
 def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") -> "State":
     """Read an exported adapter to start a run from.
 
-    ``expected`` is an adapter of the run, with the required names and shapes.
-
-    Raises:
-        AdapterError: The folder contains no such adapter, or the adapter doesn't match the run's
-            settings or base model.
+    ``expected`` is an adapter of the run, with the required names and shapes. Raise an AdapterError
+    if the folder contains no such adapter, or the adapter doesn't match the run's settings or base
+    model.
     """
     found = read_adapter(directory)
     keys = ["kind"] if settings.kind == "prefix" else ["kind", "rank", "alpha"]

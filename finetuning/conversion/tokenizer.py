@@ -14,9 +14,8 @@ _SPACE = "▁"
 def convert_tokenizer(file: Path, plan: Plan) -> Any:
     """Return the ``transformers`` tokenizer of a model from its ``tokenizer.model``.
 
-    Raises:
-        ConversionError: The file is not a SentencePiece BPE model, uses a feature that fast
-            tokenizers don't support, lacks a token, or has more tokens than the model.
+    Raise a ConversionError if the file is not a SentencePiece BPE model, uses a feature that fast
+    tokenizers don't support, lacks a token, or has more tokens than the model.
     """
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast

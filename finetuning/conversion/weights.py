@@ -37,9 +37,8 @@ def weight_files(directory: Path) -> list[Path]:
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors; only files in PyTorch's old format (not zip) are loaded as a whole.
 
-    Raises:
-        ConversionError: A file can't be read, or contains objects other than tensors; these are
-            not loaded.
+    Raise a ConversionError if a file can't be read, or contains objects other than tensors; these
+    are not loaded.
     """
     for file in files:
         try:

@@ -102,12 +102,8 @@ def micro_batches(
 
     Examples are sorted by length, which reduces padding. The first batch has the longest examples,
     so out-of-memory errors occur immediately. An example above the budget has its own batch.
-
-    Args:
-        indices: Indices of the examples in ``columns``.
-        columns: Number of columns of each example: prefix, tokens, and tokens to be generated.
-        token_budget: Maximum rows × columns of a batch.
-        most_rows: Maximum number of rows of a batch.
+    ``indices`` are the examples' indices in ``columns``, the number of columns of each example:
+    prefix, tokens, and tokens to be generated. A batch has at most ``most_rows`` rows.
     """
     groups: list[list[int]] = []
     last: list[int] = []

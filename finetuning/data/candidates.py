@@ -82,10 +82,7 @@ def candidate_batches(
     The longest common beginning of a group's texts is processed once. Texts that differ only in
     their last token are also processed once, because the same hidden state predicts both tokens.
     A batch has at most ``max_tokens`` padded tokens, including the ``columns_before`` prefix
-    positions before each row's tokens.
-
-    Raises:
-        DataError: A text does not fit into ``max_tokens``.
+    positions before each row's tokens. Raise a DataError if a text does not fit.
     """
     units: list[_Unit] = []
     for number, group in enumerate(groups):

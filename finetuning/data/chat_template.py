@@ -25,11 +25,9 @@ class TurnsChangeError(ValueError):
 def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
     """Render a conversation as text.
 
-    Returns:
-        The text, and the (start, end) indices of each answer (or only the last), end mark included.
-
-    Raises:
-        TurnsChangeError: The template renders a turn differently depending on later turns.
+    Return the text, and the (start, end) indices of each answer (or only the last), end mark
+    included. Raise a TurnsChangeError if the template renders a turn differently depending on later
+    turns.
     """
     if not tokenizer.chat_template:
         text, spans = _render_plain(messages, tokenizer)

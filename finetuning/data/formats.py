@@ -35,10 +35,8 @@ class DataError(UserError, ValueError):
 def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """Yield each row's origin and raw value; the value of an unreadable row is a `DataError`.
 
-    ``path`` is a file in a supported format, or the id of a data set with a split ``train``.
-
-    Raises:
-        DataError: The file or data set is missing, or no further rows of it can be read.
+    ``path`` is a file in a supported format, or the id of a data set with a split ``train``. Raise
+    a DataError if the file or data set is missing, or no further rows of it can be read.
     """
     if isinstance(path, str):
         source = f"{path} is not an absolute path, and the data set with this id"

@@ -20,11 +20,9 @@ def partition(
     """Divide rows into disjoint, non-empty parts that cover all of them.
 
     With "iid", rows of the same origin, such as several questions on one passage, stay together.
-    The parts depend only on the arguments.
-
-    Raises:
-        DataError: There are too few rows or labels for the number of parts, a row has no label, or
-            no draw of Dirichlet shares gives every part a row.
+    The parts depend only on the arguments. Raise a DataError if there are too few rows or labels
+    for the number of parts, a row has no label, or no draw of Dirichlet shares gives every part a
+    row.
     """
     if len(rows) < parts:
         raise DataError(f"{len(rows)} rows can't be divided among {parts} clients")

@@ -21,9 +21,7 @@ def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row to a conversation that ends with a placeholder for the answer.
 
     Rows have the forms of `parse_messages`, but ``output`` or a final answer turn is optional.
-
-    Raises:
-        DataError: The value is not such a row; the message gives the reason.
+    Raise a DataError with the reason if the value is not such a row.
     """
     if not isinstance(value, dict):
         return parse_messages(value)
@@ -40,9 +38,7 @@ def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
 def read_prompts(path: Path) -> list[Row]:
     """Read conversations from a file, with a placeholder in place of each row's last answer.
 
-    Raises:
-        DataError: The file is missing or empty, or rows are malformed; the message
-            names file, line and reason.
+    See `parse_rows` for malformed rows and errors.
     """
     return parse_rows(path, lambda o, v: Row(parse_prompt(v), o, v), advice="fix them")
 
@@ -50,8 +46,7 @@ def read_prompts(path: Path) -> list[Row]:
 def prompt_rows(texts: Sequence[str]) -> list[Row]:
     """Convert each text to a row whose instruction is the text.
 
-    Raises:
-        DataError: A text is empty or cannot be encoded in UTF-8.
+    Raise a DataError if a text is empty or cannot be encoded in UTF-8.
     """
     return [
         Row(parse_prompt({"instruction": text}), f"prompt {number}", {"instruction": text})
@@ -82,10 +77,8 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
     """Return the prompt for each row's last answer; the answer's text doesn't affect the prompt.
 
     A prompt has at most ``max_length`` tokens, including the text that the template writes before
-    an answer. Inputs are truncated to fit; a row is omitted if no answer would fit.
-
-    Raises:
-        DataError: The chat template rejects a row, or all rows are omitted.
+    an answer. Inputs are truncated to fit; a row is omitted if no answer would fit. Raise a
+    DataError if the chat template rejects a row, or all rows are omitted.
     """
     from finetuning.data.tokenization import tokenize
 
@@ -120,8 +113,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
 def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> "list[torch.Tensor]":
     """Return the tokens before each row's last answer, (tokens,) int64, without a length limit.
 
-    Raises:
-        DataError: The chat template rejects a row.
+    Raise a DataError if the chat template rejects a row.
     """
     from finetuning.data.tokenization import tokenize
 

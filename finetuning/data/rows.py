@@ -77,11 +77,7 @@ def parse_rows(
 
 
 def find_part(folder: Path, part: str) -> Path | None:
-    """Return ``folder/part.<format>`` if it exists.
-
-    Raises:
-        DataError: There are several such files.
-    """
+    """Return ``folder/part.<format>`` if it exists; raise a DataError if there are several."""
     files = (folder / f"{part}{suffix}" for suffix in FORMATS)
     found = [file for file in files if file.is_file()]
     if len(found) > 1:
@@ -98,10 +94,7 @@ def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
     """Return the file of training rows, and the file of held-out rows or None if there is none.
 
     ``path`` is a folder with ``train.<format>`` and optionally a held-out part, or a file of
-    training rows.
-
-    Raises:
-        DataError: There is no file of training rows, or a part has several files.
+    training rows. Raise a DataError if there is no such file, or a part has several files.
     """
     if path.is_file():
         return path, None
@@ -117,10 +110,7 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row to a conversation.
 
     A row is ``{"messages": [{"role", "content"}, …]}``, or ``{"instruction", "output"}`` with an
-    optional ``input``.
-
-    Raises:
-        DataError: The value is not such a row; the message gives the reason.
+    optional ``input``. Raise a DataError with the reason if the value is not such a row.
     """
     if not isinstance(value, dict):
         raise DataError(f"expected an object, found {type(value).__name__}")

@@ -93,9 +93,7 @@ def tokenize(
 
     Every returned example has at least one target. A template that renders earlier turns
     differently depending on later turns produces one example per answer instead of one per row.
-
-    Raises:
-        DataError: The template rejects a row, or no example has an output that fits.
+    Raise a DataError if the template rejects a row, or no example has an output that fits.
     """
     examples: list[Example] = []
     report = TokenizationReport()

@@ -62,10 +62,8 @@ class Encoder:
 def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: Encoder) -> float:
     """Return the mean F1 of BERTScore, without rescaling, usually within 0..1.
 
-    An empty prediction scores 0.
-
-    Raises:
-        EncoderError: The encoder can't be loaded, or doesn't have the layer.
+    An empty prediction scores 0. Raise an EncoderError if the encoder can't be loaded, or doesn't
+    have the layer.
     """
     # Exclude empty texts, for which the library warns and would compare a single token.
     kept = [(p, r) for p, r in zip(predictions, references, strict=True) if p.strip()]

@@ -175,10 +175,8 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
 
     No rows remain in the caches of ``datasets`` and ``evaluate`` or in their temporary folder,
     unless the process is killed. ``names`` are tasks or groups of tasks; ``folder`` contains YAML
-    files of additional tasks.
-
-    Raises:
-        DataError: A name is neither a task nor a group, or a task can't be loaded.
+    files of additional tasks. Raise a DataError if a name is neither a task nor a group, or a task
+    can't be loaded.
     """
     manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
     if manager is None or not set(names) <= set(manager.all_tasks):

@@ -35,15 +35,9 @@ def log_probabilities(
 ) -> list[list[Likelihood]]:
     """Compute the likelihood of each continuation of each group.
 
-    Args:
-        model: Model with its adapter.
-        groups: Groups of continuations that probably have a common beginning, such as the candidate
-            answers of a question. The common beginning is processed once.
-        padding: The padding token.
-        max_tokens: Maximum number of padded tokens processed at once, prefixes included.
-
-    Raises:
-        DataError: A text does not fit into ``max_tokens``.
+    A group's continuations should have a common beginning, such as the candidate answers of a
+    question; the common beginning is processed once. At most ``max_tokens`` padded tokens, prefixes
+    included, are processed at once. Raise a DataError if a text does not fit into ``max_tokens``.
     """
     sums = [[0.0] * len(group) for group in groups]
     greedy = [[True] * len(group) for group in groups]

@@ -28,12 +28,9 @@ _CJK_IDEOGRAPH = re.compile("[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U000
 def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Score generated texts, each against a single reference; an empty text scores 0.
 
-    Returns:
-        ``rouge1``, ``rouge2``, ``rougeL``, ``bleu4`` and ``bleu_n``: means over all texts,
-        each within 0..1 (papers print them times 100).
-
-    Raises:
-        ValueError: There are no texts, or the numbers of texts differ.
+    Return ``rouge1``, ``rouge2``, ``rougeL``, ``bleu4`` and ``bleu_n``: means over all texts, each
+    within 0..1 (papers print them times 100). Raise a ValueError if there are no texts, or the
+    numbers of texts differ.
     """
     if len(predictions) != len(references):
         raise ValueError(

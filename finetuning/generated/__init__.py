@@ -29,10 +29,8 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
     The rows depend only on the arguments, not on the machine, and have distinct inputs. The
     rows of a smaller count are the first rows of a larger count. The splits "train" and "test"
     share words and phrases, but no inputs and no combinations of facts, for any seeds and counts.
-
-    Raises:
-        ValueError: The style or split is unknown, or the style cannot produce that many different
-            rows. Every style can produce 20,000 rows for each split.
+    Raise a ValueError if the style or split is unknown, or the style cannot produce that many
+    different rows. Every style can produce 20,000 rows for each split.
     """
     if style not in STYLES:
         raise ValueError(f"unknown style {style!r}, expected one of {', '.join(STYLES)}")

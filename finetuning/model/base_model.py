@@ -53,11 +53,9 @@ def locate(name: str) -> Path:
     """Return the directory of the checkpoint that a value of ``model.name`` names.
 
     On first use, ``tiny`` is built, a GGUF file is converted, and the safetensors files of a
-    Hugging Face id are downloaded.
-
-    Raises:
-        BaseModelError: There is no such checkpoint, the checkpoint is neither a GGUF file nor in
-            safetensors format, or the GGUF file can't be converted.
+    Hugging Face id are downloaded. Raise a BaseModelError if there is no such checkpoint, the
+    checkpoint is neither a GGUF file nor in safetensors format, or the GGUF file can't be
+    converted.
     """
     name = resolve(name)
     if name == TINY:

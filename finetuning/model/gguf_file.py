@@ -58,10 +58,8 @@ def checkpoint_of(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
     The checkpoint is cached under the digest of the file's content. While a process writes the
-    checkpoint, other processes wait. Writing requires memory for the whole model in float32.
-
-    Raises:
-        GGUFError: The file can't be used, or the checkpoint can't be written.
+    checkpoint, other processes wait. Writing requires memory for the whole model in float32. Raise
+    a GGUFError if the file can't be used, or the checkpoint can't be written.
     """
     try:
         digest = _digest(file)

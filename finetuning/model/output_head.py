@@ -65,12 +65,9 @@ def output_head(
     """Return a model of the checkpoint's class that has only the output head.
 
     For (1, targets, hidden) as ``inputs_embeds``, the returned model computes logits, including the
-    architecture's scaling and capping. The model shares its modules with ``causal_lm``.
-
-    Args:
-        causal_lm: The model, or a party's part of it.
-        compute: Function that replaces the blocks, and returns hidden states and a cache for
-            ``input_ids`` and ``inputs_embeds``.
+    architecture's scaling and capping. It shares its modules with ``causal_lm``, which is a model
+    or a party's part of one. ``compute`` replaces the blocks, and returns hidden states and a cache
+    for ``input_ids`` and ``inputs_embeds``.
     """
     head = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)
@@ -123,10 +120,8 @@ def target_log_probabilities(
 
     Logits are always computed in float32. In bfloat16, values between 16 and 32 have steps of 1/8,
     so many candidate answers would be equally likely. ``chosen`` are the (targets, hidden)
-    states after the last block and norm that predict the (targets,) labels.
-
-    Returns:
-        (targets,) float32 in nats, and (targets,) bool, both on the CPU.
+    states after the last block and norm that predict the (targets,) labels. The results are
+    (targets,) float32 in nats, and (targets,) bool, both on the CPU.
     """
     found, likeliest = [], []
     # Convert norms, biases and scales here; `_Float32Products` converts the matrices.

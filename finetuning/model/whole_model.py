@@ -93,10 +93,8 @@ class WholeModel:
         """Continue each prompt by at most ``new_tokens`` tokens, without dropout.
 
         Prompts are (rows, columns), padded on the left; the mask is 0 for padding and 1 for tokens.
-        Further settings are arguments of ``generate`` in ``transformers``.
-
-        Returns:
-            (rows, columns + new tokens) on the CPU; rows that end early are padded on the right.
+        Further settings are arguments of ``generate`` in ``transformers``. Return (rows, columns +
+        new tokens) on the CPU; rows that end early are padded on the right.
         """
         # Omit a mask that hides no tokens, since transformers waits for the device to check it.
         self._without_mask = bool(mask.all())
@@ -116,9 +114,8 @@ class WholeModel:
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the log-probabilities of candidate answers without dropout.
 
-        Returns:
-            (targets,) the log-probability of each target in nats, and (targets,) whether no token
-            is more likely.
+        Return (targets,) the log-probability of each target in nats, and (targets,) whether no
+        token is more likely.
         """
         with self._mode(training=False):
             hidden = self._hidden_of_candidates(batch)[batch.positions.to(self._device)]
@@ -135,10 +132,8 @@ class WholeModel:
     def row_gradients(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Compute the gradient of each row's loss (the mean over its targets) without dropout.
 
-        Raise a BaseModelError if an adapted module's input has no row dimension.
-
-        Returns:
-            (rows, …) ∂Lᵢ/∂W for every adapter weight, and the summed loss of all targets in nats.
+        Return (rows, …) ∂Lᵢ/∂W for every adapter weight, and the summed loss of all targets in
+        nats. Raise a BaseModelError if an adapted module's input has no row dimension.
         """
         rows, columns = batch.tokens.shape
         row_of = batch.positions // columns

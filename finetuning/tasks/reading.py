@@ -9,12 +9,7 @@ from finetuning.tasks.tasks import TASKS, Task
 
 
 def read_questions(path: Path, task: Task) -> list[Question]:
-    """Read a task's questions from a file in the task's format.
-
-    Raises:
-        DataError: The file is missing or empty, or rows are malformed; the message
-            names file, line and reason.
-    """
+    """Read a task's questions from a file in the task's format; see `parse_rows` for errors."""
     rows = parse_rows(path, lambda o, v: task.convert(o, as_object(v)), advice="fix them")
     return task.complete([question for row in rows for question in row])
 

@@ -74,10 +74,7 @@ def prepare(
     """Convert questions to tokens.
 
     Prompts for generation are truncated at the end to ``prompt_length`` tokens; cloze questions are
-    never truncated.
-
-    Raises:
-        DataError: The chat template rejects a question.
+    never truncated. Raise a DataError if the chat template rejects a question.
     """
     if task.is_cloze:
         candidates = _continuations(questions, tokenizer)
@@ -95,10 +92,8 @@ def answer(
 
     The first candidate with the largest summed log-probability is chosen (FL-GLM section 4.1.2).
     Without candidates, the answer is generated greedily, with at most ``new_tokens`` tokens. A
-    batch has at most ``max_tokens`` padded tokens, including prefixes and answers.
-
-    Raises:
-        DataError: A question with a candidate doesn't fit into ``max_tokens``.
+    batch has at most ``max_tokens`` padded tokens, including prefixes and answers. Raise a
+    DataError if a question with a candidate doesn't fit.
     """
     if prepared.task.is_cloze:
         return _choose(

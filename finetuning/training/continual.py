@@ -20,13 +20,11 @@ Sum = Literal["all", "tensor"]
 def importance(
     model: WholeModel, rows: Sequence[MicroBatch], jacobian: Jacobian
 ) -> dict[str, torch.Tensor]:
-    """Compute J at the adapter's current weights, as a mean over rows.
+    """Compute J at the adapter's current weights, those of the global adapter, as a mean over rows.
 
-    Args:
-        model: Model with the global adapter loaded.
-        rows: Training examples, each in its own micro-batch; at least one.
-        jacobian: ``mean-absolute`` averages |∂L/∂W| over rows, where L is the mean loss of a row's
-            targets; ``mean-gradient`` takes the absolute value of the average of ∂L/∂W.
+    ``rows`` are one or more training examples, each in its own micro-batch. ``mean-absolute``
+    averages |∂L/∂W| over rows, where L is the mean loss of a row's targets; ``mean-gradient`` takes
+    the absolute value of the average of ∂L/∂W.
     """
     total: dict[str, torch.Tensor] = {}
     for row in rows:

@@ -65,11 +65,7 @@ def load_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    """Restore moments and step counts.
-
-    Raises:
-        ValueError: The state belongs to a different adapter.
-    """
+    """Restore moments and step counts; raise a ValueError if they are of a different adapter."""
     names = {key.rpartition(":")[0] for key in state}
     if state and names != set(parameters):
         raise ValueError("the optimizer's state belongs to a different adapter")

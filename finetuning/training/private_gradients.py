@@ -68,10 +68,8 @@ class PrivateGradients:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Set the adapter's ``.grad`` to the private gradient: (Σ clipped + noise) / expected rows.
 
-        ``batches`` may be empty. The seed is unused, because the coordinator knows it.
-
-        Returns:
-            Each micro-batch's summed loss in nats, which is not differentially private.
+        ``batches`` may be empty. The seed is unused, because the coordinator knows it. Return each
+        micro-batch's summed loss in nats, which is not differentially private.
         """
         noise = self._noise
         deviation = noise.multiplier * noise.row_norm
