@@ -91,14 +91,10 @@ class RemoteBody:
     ) -> Iterator[tuple[Kind, int, torch.Tensor]]:
         """Yield the answers to a step's micro-batches in order of arrival.
 
-        At most as many micro-batches are in flight as the server has granted credits.
-
-        Args:
-            count: Number of micro-batches.
-            forward: Function that computes the head for the micro-batch with a given index, sends
-                the output with ``send_hidden``, and returns its shape (rows, columns, hidden).
-            wants_gradient: Whether to expect a ``GRADIENT`` frame for each micro-batch, which the
-                server sends in response to ``send_gradient``.
+        At most as many micro-batches are in flight as the server has granted credits. ``forward``
+        computes the head for the micro-batch with a given index, sends the output with
+        ``send_hidden``, and returns its shape (rows, columns, hidden). If ``wants_gradient``, a
+        ``GRADIENT`` frame is expected for each micro-batch, in response to ``send_gradient``.
 
         Yields:
             Tuples of the kind of frame, the index of the micro-batch, and a tensor of shape (rows,
@@ -125,11 +121,9 @@ class RemoteBody:
     ) -> None:
         """Send hidden states after adding noise, if any. Only this method sends hidden states.
 
-        Args:
-            index: Index of the micro-batch.
-            hidden: Hidden states after the head, (rows, columns, hidden).
-            lengths: Number of tokens in each row without padding, (rows,).
-            fields: Side of the padding, and the other fields of the frame (``docs/wire.md``).
+        ``hidden`` are the states after the head, (rows, columns, hidden), and ``lengths`` the
+        numbers of tokens in the rows without padding, (rows,). ``fields`` are the side of the
+        padding, and the other fields of the frame (``docs/wire.md``).
         """
         hidden = hidden.detach()
         if self._noise:
@@ -151,8 +145,8 @@ class RemoteBody:
     def end_step(self, squared_norm: float) -> tuple[float, float]:
         """End a step of training with the squared norm of the gradients of the head and the tail.
 
-        Returns:
-            The factor, 0 to 1, that clips gradients, and the norm over all parties before clipping.
+        Return the factor, 0 to 1, that clips gradients, and the norm over all parties before
+        clipping.
         """
         self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
         # Other clients may be slow, so the answer may take until the end of the round.
@@ -212,13 +206,10 @@ class RemoteBody:
         also: Kind | None = None,
         micro_batch: int | None = None,
     ) -> Frame:
-        """Wait for a frame of the given kind for the current step.
+        """Wait for a frame of the given kind, or of the kind ``also``, for the current step.
 
-        Args:
-            kind: Expected kind of the frame.
-            until: Time limit on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
-            also: Second kind to accept; None for no other kind.
-            micro_batch: Expected index of the micro-batch; None to skip this check.
+        Wait until the time ``until`` on ``time.monotonic``'s clock; None to wait for
+        ``frame_timeout``. The index of the micro-batch is checked unless it is None.
         """
         started = time.monotonic()
         timeout = self._frame_timeout if until is None else max(0.0, until - started)

@@ -75,13 +75,11 @@ class SplitModel:
         return self._body.seconds_waiting
 
     def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int = 0) -> None:
-        """Begin a round of training.
+        """Begin a round of training, which ends at ``deadline`` on ``time.monotonic``'s clock.
 
-        Args:
-            plan: Plan of the round. Its numbers of steps are sent to the server, but not its seed.
-            longest: Number of padded tokens of the largest micro-batch, prefixes included.
-            deadline: End of the round, on ``time.monotonic``'s clock.
-            average_every: Number of steps between averages of all parties' adapters; 0 means never.
+        The plan's numbers of steps are sent to the server, but not its seed. The largest
+        micro-batch has ``longest`` padded tokens, prefixes included. All parties' adapters are
+        averaged after every ``average_every`` steps; 0 means never.
         """
         self._body.join(
             plan=plan,
@@ -107,10 +105,8 @@ class SplitModel:
 
         Micro-batches are independent, so several can be in flight: at most as many as the server
         has granted credits. Each party adds up the gradients in the order of the micro-batches, and
-        derives the seed of each micro-batch's dropout from the step's seed.
-
-        Returns:
-            The summed loss of each micro-batch in nats.
+        derives the seed of each micro-batch's dropout from the step's seed. Return the summed loss
+        of each micro-batch in nats.
         """
         if self._body.average_due:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -148,11 +144,8 @@ class SplitModel:
     def clip(self, maximum: float) -> float:
         """End the step, and clip the gradients with the factor that the server returns.
 
-        Args:
-            maximum: Maximum norm over all parties, as at the server; 0 disables clipping.
-
-        Returns:
-            The norm over all parties before clipping.
+        The maximum norm over all parties is the same as at the server; 0 disables clipping. Return
+        the norm over all parties before clipping.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         factor, norm = self._body.end_step(squared_norm(gradients))
@@ -201,10 +194,8 @@ class SplitModel:
     def end(self, until: float | None = None) -> None:
         """End the round or the evaluation, and close the lane after the server's confirmation.
 
-        ``until`` is a time on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
-
-        Raises:
-            LaneError: The lane has ended, or the confirmation did not arrive in time.
+        ``until`` is a time on ``time.monotonic``'s clock; None to wait for ``frame_timeout``. Raise
+        a LaneError if the lane has ended, or the confirmation did not arrive in time.
         """
         self._body.end(until)
 

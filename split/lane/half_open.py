@@ -90,10 +90,8 @@ class AnsweredHandshakes:
     def count(self, identity: Identity, end: Callable[[], object]) -> Iterator[None]:
         """Count a handshake towards the limits while the ``with`` block completes it.
 
-        ``end``, which ends the handshake's stream, is called when the time limit expires.
-
-        Raises:
-            LaneBusyError: There are too many handshakes.
+        ``end``, which ends the handshake's stream, is called when the time limit expires. Raise a
+        LaneBusyError if there are too many handshakes.
         """
         with self._lock:
             if self._taken.total() >= self._most or self._taken[identity] >= self._each:

@@ -10,8 +10,7 @@ _FRAMES_AHEAD = 16  # maximum number of frames, whatever their size
 class Inbox:
     """A queue of frames with limited memory, protected by the lock of the lane.
 
-    Args:
-        max_bytes: Maximum memory of all frames; a single frame in the queue may be larger.
+    All frames together have at most ``max_bytes``; a single frame in the queue may be larger.
     """
 
     def __init__(self, max_bytes: int) -> None:

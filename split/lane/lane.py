@@ -370,12 +370,10 @@ class Lane:
         self._wake()
 
     def _end(self, error: LaneError, message: str | None = None, flush: bool = False) -> None:
-        """End the lane. Further calls have no effect.
+        """End the lane with an error that ``send`` and ``receive`` raise from now on.
 
-        Args:
-            error: Error that ``send`` and ``receive`` raise from now on.
-            message: Error message to send to the other end; None to end with ``CLOSE``.
-            flush: Whether to send queued frames first; ignored if there is a message.
+        Further calls have no effect. Send the message to the other end, or ``CLOSE`` if it is None.
+        If ``flush`` and there is no message, send queued frames first.
         """
         if self._life.error is not None:
             return

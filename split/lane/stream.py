@@ -115,8 +115,7 @@ class Stream:
     def open(self, record: bytes) -> Frame | None:
         """Decrypt a record; return the frame if the record completes it, otherwise None.
 
-        Raises:
-            FrameError: The record or the frame is not allowed on the lane.
+        Raise a FrameError if the record or the frame is not allowed on the lane.
         """
         self._received += wire_bytes(record)
         return self.opener.open(record)
@@ -124,8 +123,7 @@ class Stream:
     def open_confirmation(self, record: bytes) -> None:
         """Decrypt the other end's first record, which acknowledges the frames that arrived there.
 
-        Raises:
-            FrameError: The record is not a valid ``CONFIRM`` frame.
+        Raise a FrameError if the record is not a valid ``CONFIRM`` frame.
         """
         frame = self.open(record)
         if frame is None or frame.kind is not Kind.CONFIRM:

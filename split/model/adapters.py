@@ -24,10 +24,8 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
     """Merge the adapters of parts (see `Part.trainable`) into one adapter of the whole model.
 
     Tensors are sorted by name, and are not copied, except that the prefixes of the blocks are
-    concatenated into one tensor.
-
-    Raises:
-        ValueError: Two parts have a tensor of the same name, or a block's prefix is missing.
+    concatenated into one tensor. Raise a ValueError if two parts have a tensor of the same name, or
+    a block's prefix is missing.
     """
     joined: State = {}
     for part in parts:
@@ -44,10 +42,8 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
 def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[PartyName, State]:
     """Split an adapter of the whole model by party.
 
-    The tensors are not copied, except that a prefix is divided into one tensor per block.
-
-    Raises:
-        ValueError: A tensor belongs to no block of the model, or a prefix can't be divided.
+    The tensors are not copied, except that a prefix is divided into one tensor per block. Raise a
+    ValueError if a tensor belongs to no block of the model, or a prefix can't be divided.
     """
     result: dict[PartyName, State] = {party: {} for party in PARTIES}
     for name, tensor in sorted(state.items()):

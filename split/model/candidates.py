@@ -14,8 +14,8 @@ def hidden_of_candidates(
 ) -> torch.Tensor:
     """Compute each beginning once, then its endings with the beginning's keys and values.
 
-    Returns:
-        States after the last block and norm, (positions, hidden): all beginnings, then all endings.
+    Return the states after the last block and norm, (positions, hidden): all beginnings, then all
+    endings.
     """
     lengths, columns = batch.beginning_lengths, batch.beginnings.shape[1]
     padding = Padding("left", lengths)

@@ -90,22 +90,12 @@ def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
 def compared(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], quantized: bool
 ) -> dict[str, str]:
-    """Read the checkpoint again, and compare the model's tensors with it.
+    """Read the checkpoint again, and compare the tensors of a part that was loaded from it.
 
-    Quantised tensors are not compared.
-
-    Args:
-        model: Model of a part that ``transformers`` has just loaded.
-        checkpoint: Checkpoint that the model was loaded from.
-        sources: See `split.model.partition.tensors_of_part`.
-        quantized: Whether weights were quantised.
-
-    Returns:
-        The SHA-256 digest of each tensor, by its name in the checkpoint; see
-        `finetuning.model.fingerprint`.
-
-    Raises:
-        BaseModelError: A tensor of the model differs from the checkpoint.
+    Quantised tensors are not compared. ``sources`` is the result of
+    `split.model.partition.tensors_of_part`. Return the SHA-256 digest of each tensor, by its name
+    in the checkpoint; see `finetuning.model.fingerprint`. Raise a BaseModelError if a tensor of the
+    model differs from the checkpoint.
     """
     holds = dict(model.state_dict())
     if not quantized:

@@ -21,8 +21,7 @@ from split.settings import SplitSettings
 def body_devices(settings: SplitSettings) -> list[str]:
     """Return the devices over which the server's blocks are spread.
 
-    Raises:
-        BaseModelError: A device in ``split.body-devices`` does not exist.
+    Raise a BaseModelError if a device in ``split.body-devices`` does not exist.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = [f"cuda:{number}" for number in range(count)]
@@ -41,10 +40,8 @@ def device_map(
 ) -> dict[str, str]:
     """Spread a party's blocks over devices, in proportion to the free memory on each.
 
-    All other modules are on the first device. ``whole`` is the result of `outline`.
-
-    Returns:
-        Dictionary from paths of modules to devices, in the order in which the modules run.
+    All other modules are on the first device. ``whole`` is the result of `outline`. Return the
+    device of each module's path, in the order in which the modules run.
     """
     if len(devices) == 1:
         return {"": devices[0]}

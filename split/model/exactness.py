@@ -42,7 +42,7 @@ def check_exactness(
     prefixes: bool = False,
     generation: bool = False,
 ) -> None:
-    """Raise an error unless the parts compute the whole model's results bit for bit.
+    """Check that the parts compute the whole model's results bit for bit.
 
     Generated texts must have the same tokens as those of the whole model, and the same logits
     except for rounding.
@@ -51,9 +51,8 @@ def check_exactness(
     the same way as the real model. If requested, prefixes and text generation are tested, too.
     Success is cached by configuration, code, and versions of torch, transformers and peft.
 
-    Raises:
-        BaseModelError: The results differ, or the architecture is not causal or cannot be tested.
-            The message names the architecture.
+    Raise a BaseModelError that names the architecture if the results differ, or the architecture is
+    not causal or cannot be tested.
     """
     facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
     mark = cache_directory() / "exactness" / _key(facts)

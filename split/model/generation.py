@@ -32,16 +32,9 @@ class Generation:
         """Run ``generate`` on the checkpoint's own model class.
 
         The logits processors, sampling and stopping criteria of ``generate`` apply. The model that
-        ``generate`` calls is the tail's output head, preceded by the three parts.
-
-        Args:
-            tokens: Tokens of the prompts, (rows, columns).
-            mask: (rows, columns), 1 for tokens of the prompts, 0 for the padding before them.
-            new_tokens: Maximum number of tokens to generate per row.
-            settings: Further arguments of ``generate``.
-
-        Returns:
-            Prompts and answers, (rows, columns + new tokens), or what ``settings`` request.
+        ``generate`` calls is the tail's output head, preceded by the three parts. See
+        ``WholeModel.generate`` for the arguments. Return prompts and answers, (rows, columns + new
+        tokens), or what ``settings`` request.
         """
         columns = mask.shape[1]
         padding = columns - mask.sum(dim=1).cpu()
@@ -60,15 +53,11 @@ class Generation:
     def _forward(self, tokens: torch.Tensor, padding: torch.Tensor, most: int) -> torch.Tensor:
         """Extend the caches; return (rows, columns, hidden), the output of the last block and norm.
 
-        Args:
-            tokens: Tokens of the prompts, (rows, columns), or the next token of each row. Some
-                architectures recompute texts that exceed the trained length: they pass all tokens
-                of the texts, which starts a new generation.
-            padding: Number of padding columns before each prompt, (prompts,).
-            most: Maximum number of columns of the texts.
-
-        Raises:
-            ValueError: The tokens are neither one token per row nor a whole text.
+        ``tokens`` are the prompts, (rows, columns), or the next token of each row. Some
+        architectures recompute texts that exceed the trained length: they pass all tokens of the
+        texts, which starts a new generation. Raise a ValueError for any other number of tokens.
+        ``padding`` is the number of padding columns before each prompt, (prompts,), and ``most``
+        the maximum number of columns of the texts.
         """
         rows, columns = tokens.shape
         # The rows of several texts that continue the same prompt are adjacent.

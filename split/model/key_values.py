@@ -56,12 +56,7 @@ class KeyValues:
     def extend(self, given: torch.Tensor) -> torch.Tensor:
         """Compute the blocks for the prompts, or for the next tokens of each row.
 
-        Args:
-            given: Tokens for the head, (rows, columns) int64; else states, (rows, columns, hidden).
-
-        Returns:
-            Hidden states, (rows, columns, hidden), after the party's last block; for the tail, also
-            after the final norm.
+        See `Part.__call__` for ``given`` and the result.
         """
         inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
         self.columns += given.shape[1]

@@ -46,10 +46,8 @@ _GENERATION = "generation_config.json"
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
     """Return the directory of a checkpoint (``model.name``).
 
-    Of a sharded checkpoint, download only the files with tensors of these parties.
-
-    Raises:
-        BaseModelError: There is no such checkpoint, or it is not in safetensors format.
+    Of a sharded checkpoint, download only the files with tensors of these parties. Raise a
+    BaseModelError if there is no such checkpoint, or it is not in safetensors format.
     """
     name = resolve(name)
     if not is_id(name):
@@ -86,10 +84,8 @@ def load_parts(
     """Load the parts of one process. Tied embeddings share one tensor in memory.
 
     The blocks of each part are spread over ``devices``, in order. Without ``devices``, use the
-    first GPU, or the CPU if there is no GPU.
-
-    Raises:
-        BaseModelError: A part cannot be loaded, or a tensor differs from the checkpoint.
+    first GPU, or the CPU if there is no GPU. Raise a BaseModelError if a part cannot be loaded, or
+    a tensor differs from the checkpoint.
     """
     whole = outline(directory)
     refuse_quantized(whole.config, directory)

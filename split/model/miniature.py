@@ -30,11 +30,8 @@ _MAX_WEIGHTS = 2 * 10**7
 def miniature(config: Any) -> Any:
     """Build a randomly initialised float32 model with all blocks and small widths.
 
-    Args:
-        config: Configuration of the real checkpoint; it is not changed.
-
-    Raises:
-        Exception: The architecture does not support these widths, or needs too many weights.
+    ``config``, the configuration of the real checkpoint, is not changed. Any exception can be
+    raised if the architecture does not support these widths, or needs too many weights.
     """
     from transformers import AutoModelForCausalLM
 

@@ -63,13 +63,10 @@ class Part:
     def __call__(self, given: torch.Tensor, padding: Padding) -> torch.Tensor:
         """Compute this party's blocks with the adapter in use.
 
-        Args:
-            given: Tokens for the head, (rows, columns) int64; else states, (rows, columns, hidden).
-            padding: Padding of the rows.
-
-        Returns:
-            Hidden states, (rows, columns, hidden), after the party's last block; for the tail, also
-            after the final norm. Gradients propagate back to hidden states in ``given``.
+        ``given`` are tokens for the head, (rows, columns) int64, else states, (rows, columns,
+        hidden). Return the hidden states, (rows, columns, hidden), after the party's last block;
+        for the tail, also after the final norm. Gradients propagate back to hidden states in
+        ``given``.
         """
         inputs = self.inputs_of(given) | without_cache(self._backbone)
         columns = given.shape[1]

@@ -74,8 +74,7 @@ class _NoPositions(nn.Identity):
 def partition_of(directory: Path, settings: SplitSettings) -> Partition:
     """Divide a checkpoint's blocks among the parties as the settings specify.
 
-    Raises:
-        BaseModelError: No block is left for the body, or the configuration cannot be read.
+    Raise a BaseModelError if no block is left for the body, or the configuration cannot be read.
     """
     from transformers import AutoConfig
 
@@ -97,8 +96,7 @@ def partition_of(directory: Path, settings: SplitSettings) -> Partition:
 def outline(directory: Path) -> Any:
     """Build a checkpoint's causal language model without memory for its weights.
 
-    Raises:
-        BaseModelError: The architecture is unknown, or is not a causal language model.
+    Raise a BaseModelError if the architecture is unknown, or is not a causal language model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -146,15 +144,10 @@ def tensors_of_part(
 ) -> dict[str, str]:
     """Return the names of the checkpoint's tensors from which a party's model is loaded.
 
-    Args:
-        whole: Result of `outline`.
-        full: Result of `full_names` for all tensors of the checkpoint.
-        partition: Number of blocks of each party.
-        party: Party of the model.
-
-    Returns:
-        Dictionary: keys are names to pass to ``from_pretrained``, values are names in the
-        checkpoint. They differ only for a tied tensor that is stored under the other tensor's name.
+    ``whole`` is the result of `outline`, and ``full`` the result of `full_names` for all tensors of
+    the checkpoint. The keys of the result are names to pass to ``from_pretrained``, and the values
+    are names in the checkpoint. They differ only for a tied tensor that is stored under the other
+    tensor's name.
     """
     with torch.device("meta"):
         part = part_class(whole, partition, party)(copy.deepcopy(whole.config))
@@ -180,8 +173,7 @@ def stands_before_blocks(name: str) -> bool:
 def blocks_of(model: Any, blocks: int) -> str:
     """Return the path of the ``ModuleList`` of all blocks in a whole causal model or a part of one.
 
-    Raises:
-        BaseModelError: The blocks are not in one list.
+    Raise a BaseModelError if the blocks are not in one list.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:

@@ -42,8 +42,8 @@ class Delivery:
     def acknowledge(self, count: int) -> None:
         """Drop the first ``count`` frames of the lane, which the other end has received.
 
-        Raises:
-            FrameError: The count is lower than before, or higher than the number of sent frames.
+        Raise a FrameError if the count is lower than before, or higher than the number of sent
+        frames.
         """
         if not self.acknowledged <= count <= self.acknowledged + self._sent:
             raise FrameError(
@@ -58,8 +58,7 @@ class Delivery:
     def restart(self, count: int) -> None:
         """Begin a new stream after the other end has received ``count`` frames.
 
-        Raises:
-            FrameError: See ``acknowledge``.
+        Errors are those of ``acknowledge``.
         """
         self.acknowledge(count)
         self._sent = 0

@@ -114,8 +114,7 @@ class Evaluation:
     def receive(self, frame: Frame) -> Event | None:
         """Check the next frame; return its event, or None for ``END``.
 
-        Raises:
-            ProtocolError: The frame is not allowed now, or contradicts earlier frames.
+        Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
         """
         if frame.kind is Kind.END:
             self.state = State.ENDED

@@ -148,11 +148,7 @@ class Limits:
         return self.payload_bytes.get(kind, 0 if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES)
 
     def check_bytes(self, kind: Kind, size: int) -> None:
-        """Check a payload's size.
-
-        Raises:
-            FrameError: The payload is larger than the lane allows for this kind.
-        """
+        """Raise a FrameError if a payload is larger than the lane allows for this kind."""
         most = self.largest(kind)
         if not most:
             raise FrameError(f"received {kind.name}, but adapters are not averaged in a round")
@@ -162,9 +158,8 @@ class Limits:
     def check_shape(self, kind: Kind, shape: tuple[int, ...]) -> None:
         """Check the shape of a ``HIDDEN`` or ``GRADIENT`` frame's tensor.
 
-        Raises:
-            FrameError: The shape is not (rows, columns, hidden), or there are too many tokens or
-                columns.
+        Raise a FrameError if the shape is not (rows, columns, hidden), or there are too many tokens
+        or columns.
         """
         if len(shape) != 3 or shape[2] != self.hidden or 0 in shape:
             raise FrameError(
@@ -188,8 +183,7 @@ class Limits:
     ) -> None:
         """Check the size of a payload, and the types and shapes of its tensors by name.
 
-        Raises:
-            FrameError: The payload is not allowed for this kind.
+        Raise a FrameError if the payload is not allowed for this kind.
         """
         self.check_bytes(kind, size)
         tokens = TENSOR_OF_KIND.get(kind)
@@ -224,9 +218,8 @@ def average_bytes(weights: int) -> int:
 def check_padding(frame: Frame) -> None:
     """Check the row lengths and the side of the padding if a frame contains lengths.
 
-    Raises:
-        FrameError: A length is not from 1 to the number of columns, or the side is not left or
-            right.
+    Raise a FrameError if a length is not from 1 to the number of columns, or the side is not left
+    or right.
     """
     lengths = frame.tensors.get("lengths")
     if frame.kind not in TENSOR_OF_KIND or lengths is None:
@@ -242,11 +235,7 @@ def check_padding(frame: Frame) -> None:
 
 
 def check_name(name: str) -> None:
-    """Check that the name of a tensor or a field has 1 to 256 characters and is not reserved.
-
-    Raises:
-        FrameError: The name is not allowed.
-    """
+    """Raise a FrameError unless a name has 1 to 256 characters and is not reserved."""
     if not 1 <= len(name) <= _MAX_NAME_LENGTH or name == METADATA:
         raise FrameError(
             f"a name in a frame must have 1 to {_MAX_NAME_LENGTH} characters, and not be {METADATA}"
@@ -254,11 +243,7 @@ def check_name(name: str) -> None:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Check that fields are short strings, booleans, finite floats or 64-bit integers.
-
-    Raises:
-        FrameError: A field's name, type or value is not allowed.
-    """
+    """Raise a FrameError unless fields are short strings, booleans, finite floats or int64."""
     for name, value in fields.items():
         check_name(name)
         match value:
@@ -277,10 +262,9 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
-    """Return hidden states and their padding. The lane has already checked shapes and lengths.
+    """Return hidden states and their padding; raise a ProtocolError if the lengths are missing.
 
-    Raises:
-        ProtocolError: The lengths are missing.
+    The lane has already checked shapes and lengths.
     """
     if "lengths" not in frame.tensors:
         raise ProtocolError("received hidden states without the lengths of their rows")
@@ -291,8 +275,7 @@ def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
 def check_size(numbers: torch.Tensor, name: str) -> None:
     """Reject numbers that could overflow in computations with other clients' numbers.
 
-    Raises:
-        ProtocolError: A number is not finite, or its absolute value is larger than 2³⁰.
+    Raise a ProtocolError if a number is not finite, or its absolute value is larger than 2³⁰.
     """
     if not numbers.numel():
         return
@@ -302,11 +285,7 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
 
 
 def whole_number(frame: Frame, name: str) -> int:
-    """Return the value of a field that must be a non-negative integer.
-
-    Raises:
-        ProtocolError: The field is missing, negative or of the wrong type.
-    """
+    """Return the value of a field; raise a ProtocolError unless it is a non-negative integer."""
     value = frame.fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ProtocolError(f"{frame.kind.name} has {name} = {value!r}; expected a whole number")

@@ -66,11 +66,7 @@ class ClientHandshake(_Handshake):
         self._hello = b""
 
     def hello(self) -> bytes:
-        """Return M1.
-
-        Raises:
-            HandshakeError: The server's public key does not belong to this suite.
-        """
+        """Return M1; raise a HandshakeError if the server's public key is not of this suite."""
         self._expect(_State.NEW)
         hello = Hello(
             suite=SUITE_NUMBERS[self._suite],
@@ -89,9 +85,8 @@ class ClientHandshake(_Handshake):
     def finish(self, answer: bytes) -> tuple[bytes, LaneSecrets]:
         """Check M2; return M3 and the stream's keys.
 
-        Raises:
-            HandshakeError: M2 is malformed, or its sender lacks the ticket's secret or the server's
-                private key.
+        Raise a HandshakeError if M2 is malformed, or its sender lacks the ticket's secret or the
+        server's private key.
         """
         self._expect(_State.HELLO)
         check_prefix(answer, 2)
@@ -161,8 +156,7 @@ class ServerHandshake(_Handshake):
     def accept(self, finished: bytes) -> tuple[LaneSecrets, bytes]:
         """Check M3; return the stream's keys and the identifier of the ticket.
 
-        Raises:
-            HandshakeError: M3 is malformed or altered, or its sender does not have the keys.
+        Raise a HandshakeError if M3 is malformed or altered, or its sender does not have the keys.
         """
         self._expect(_State.ANSWERED)
         check_prefix(finished, 3)

@@ -60,8 +60,7 @@ def hello_context(hello: Hello) -> bytes:
 def read_hello(message: bytes) -> Hello:
     """Parse M1 without checking its MAC.
 
-    Raises:
-        HandshakeError: M1 is malformed, or has an unknown version or suite.
+    Raise a HandshakeError if M1 is malformed, or has an unknown version or suite.
     """
     check_prefix(message, 1)
     if len(message) > MAX_HELLO_BYTES:
@@ -90,11 +89,7 @@ def prefix(number: int) -> bytes:
 
 
 def check_prefix(message: bytes, number: int) -> None:
-    """Check that a message has the prefix for this number.
-
-    Raises:
-        HandshakeError: The prefix is malformed, or its number or version is wrong.
-    """
+    """Raise a HandshakeError unless a message begins with the prefix for this number."""
     if len(message) < PREFIX_BYTES:
         raise refused(Refusal.MALFORMED)
     magic, version, found = _PREFIX.unpack_from(message)

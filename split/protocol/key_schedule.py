@@ -28,12 +28,10 @@ class LaneSecrets:
 
 
 class KeySchedule:
-    """HKDF-SHA-256 over the three secrets of a handshake.
+    """HKDF-SHA-256 over the three secrets of a handshake, 32 bytes each.
 
-    Args:
-        shared: X25519 secret of the two ephemeral shares, 32 bytes.
-        wrapped: The secret that the client encrypted to the server's key, 32 bytes.
-        ticket: The ticket's secret, 32 bytes.
+    These are the X25519 secret of the two ephemeral shares, the secret that the client encrypted to
+    the server's key, and the ticket's secret.
     """
 
     def __init__(self, shared: bytes, wrapped: bytes, ticket: bytes) -> None:

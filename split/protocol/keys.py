@@ -36,11 +36,7 @@ _RSA_EXPONENT = 65537
 
 
 def known_suite(name: str) -> KeyExchange:
-    """Return the suite with the given name.
-
-    Raises:
-        HandshakeError: There is no such suite.
-    """
+    """Return the suite with the given name; raise a HandshakeError if there is none."""
     for suite in SUITE_NUMBERS:
         if suite == name:
             return suite
@@ -56,9 +52,7 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> by
     """Encrypt a secret of 32 bytes to a server's public key (see ``ServerKeys.public``).
 
     The context is the preceding bytes of the message, which are also needed to decrypt the secret.
-
-    Raises:
-        HandshakeError: The public key does not belong to this suite.
+    Raise a HandshakeError if the public key does not belong to this suite.
     """
     try:
         if suite == "rsa-3072":

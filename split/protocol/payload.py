@@ -131,10 +131,8 @@ def describe(frame: Frame, limits: Limits) -> tuple[bytes, Description]:
 def read_description(content: memoryview, size: int, kind: Kind, limits: Limits) -> Description:
     """Parse and check the description at the beginning of a payload of ``size`` bytes.
 
-    ``content`` is the part of the payload that has arrived.
-
-    Raises:
-        FrameError: The payload is not in safetensors format, or not allowed on the lane.
+    ``content`` is the part of the payload that has arrived. Raise a FrameError if the payload is
+    not in safetensors format, or not allowed on the lane.
     """
     if len(content) < _LENGTH.size:
         raise FrameError("a payload is too short to be safetensors")
@@ -197,10 +195,8 @@ class Outgoing:
     """An outgoing frame, which is checked on creation and serialised later in another thread.
 
     Tensors on an accelerator are copied to the CPU as soon as the accelerator has computed them, in
-    the order of its queue. Tensors on the CPU must not change until the frame is acknowledged.
-
-    Raises:
-        FrameError: The frame is not allowed on the lane.
+    the order of its queue. Tensors on the CPU must not change until the frame is acknowledged. A
+    FrameError is raised if the frame is not allowed on the lane.
     """
 
     def __init__(self, frame: Frame, limits: Limits) -> None:
@@ -232,8 +228,7 @@ class Outgoing:
     def write(self) -> memoryview:
         """Return the payload: convert and copy the tensors into one buffer.
 
-        Raises:
-            FrameError: A tensor contains a value that is not finite.
+        Raise a FrameError if a tensor contains a value that is not finite.
         """
         for copied in self._copied:
             copied.synchronize()
@@ -257,10 +252,8 @@ def read(
 ) -> Frame:
     """Return the frame in ``buffer``, a complete payload: uint8 of shape (size,).
 
-    The frame's tensors are views of ``buffer``, except tensors that were int8.
-
-    Raises:
-        FrameError: A tensor contains a value that is not finite, or the row lengths are invalid.
+    The frame's tensors are views of ``buffer``, except tensors that were int8. Raise a FrameError
+    if a tensor contains a value that is not finite, or the row lengths are invalid.
     """
     data = buffer[description.start :]
     tensors = {entry.name: entry.of(data) for entry in description.entries}

@@ -18,11 +18,8 @@ def _check_scales(scales: Tensor, name: str) -> None:
 def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> None:
     """Round each token's numbers to multiples of their largest absolute value divided by 127.
 
-    Args:
-        tensor: (rows, columns, hidden).
-        integers: Output, int8 of the same shape.
-        scales: Output, float32 of shape (rows, columns).
-        name: Name of the tensor for error messages.
+    Read ``tensor``, (rows, columns, hidden); write ``integers``, int8 of the same shape, and
+    ``scales``, float32 of shape (rows, columns). Errors contain the name.
     """
     numbers = tensor.float()
     # Along a dimension, aminmax is many times slower than amax and amin.

@@ -68,8 +68,7 @@ class Sealer:
     ) -> Iterator[bytes]:
         """Yield the records of a frame's payload in order.
 
-        Raises:
-            LaneCutError: The key has reached its limit of bytes; the lane needs a new stream.
+        Raise a LaneCutError if the key has reached its limit of bytes: the lane needs a new stream.
         """
         total = len(content)
         if total > self._left:

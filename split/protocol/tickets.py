@@ -93,8 +93,7 @@ class TicketBook:
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
         """Look up a ticket by its identifier, without using it up.
 
-        Raises:
-            TicketError: The ticket is unknown, expired or used.
+        Raise a TicketError if the ticket is unknown, expired or used.
         """
         entry = self._valid(identifier)
         return Ticket(identifier, entry.secret), entry.identity
@@ -118,10 +117,8 @@ class TicketBook:
         """Record a finished handshake, and add the resumption ticket of its stream.
 
         The ticket with this identifier, which the client presented, remains valid. Return the
-        identifier of the stream's lane; a standing ticket creates a new lane.
-
-        Raises:
-            TicketError: The ticket is unknown, expired or used.
+        identifier of the stream's lane; a standing ticket creates a new lane. Raise a TicketError
+        if the ticket is unknown, expired or used.
         """
         self._forget()
         used = self._valid(identifier)
@@ -143,12 +140,9 @@ class TicketBook:
     def confirm(self, lane: bytes, resumption: bytes) -> None:
         """Invalidate all tickets of a lane except one, after the client's first record on a stream.
 
-        Args:
-            lane: Identifier of the lane, as returned by ``accept``.
-            resumption: Identifier of this stream's resumption ticket, which remains valid.
-
-        Raises:
-            TicketError: The ticket is no longer valid, because a newer stream was confirmed.
+        ``lane`` is the lane's identifier that ``accept`` returned, and ``resumption`` the
+        identifier of the stream's resumption ticket, which remains valid. Raise a TicketError if
+        this ticket is no longer valid, because a newer stream was confirmed.
         """
         self._valid(resumption)
         for identifier in self._tickets_of[lane]:

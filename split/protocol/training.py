@@ -41,8 +41,7 @@ class RoundLimits:
     def credits(self, longest: int) -> int:
         """Return how many micro-batches of at most ``longest`` padded tokens may be in flight.
 
-        Raises:
-            ProtocolError: The largest micro-batch exceeds the activation budget.
+        Raise a ProtocolError if the largest micro-batch exceeds the activation budget.
         """
         if longest > self.activation_budget:
             raise ProtocolError(
@@ -139,9 +138,8 @@ class TrainingRound:
     def join(self, frame: Frame) -> None:
         """Check the client's first frame.
 
-        Raises:
-            ProtocolError: The frame is not ``JOIN``, or a number is larger than the client's number
-                of examples allows.
+        Raise a ProtocolError if the frame is not ``JOIN``, or a number is larger than the client's
+        number of examples allows.
         """
         if frame.kind is not Kind.JOIN:
             raise ProtocolError(f"a lane began with a {frame.kind.name} frame; expected JOIN")
@@ -177,8 +175,7 @@ class TrainingRound:
     def receive(self, frame: Frame) -> Event | None:
         """Check the next frame; return its event, or None for ``END``.
 
-        Raises:
-            ProtocolError: The frame is not allowed now, or contradicts earlier frames.
+        Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
         """
         if frame.kind is Kind.END:
             if self.state is not State.BETWEEN_STEPS or self._step != self.plan.steps:

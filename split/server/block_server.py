@@ -34,10 +34,8 @@ _END_SECONDS = 600.0
 class BlockServer(Endpoint):
     """Server of the body for a whole run. Call its methods from one thread only.
 
-    The arguments are those of ``serve``, with ``body`` instead of ``directory`` and ``model``.
-
-    Raises:
-        OSError: The server can't listen on the address in ``split.listen``.
+    The arguments and errors are those of ``serve``, with ``body`` instead of ``directory`` and
+    ``model``.
     """
 
     def __init__(
@@ -101,12 +99,11 @@ class BlockServer(Endpoint):
     def begin_round(self, examples: Mapping[str, int], seed: int, own: State | None = None) -> None:
         """Prepare for a round of training.
 
-        Args:
-            examples: Number of training examples of each client that will be invited, keyed by
-                name. The number is the client's weight in averages.
-            seed: Seed of the round's dropout in the body; used by ``client-batch`` only.
-            own: Adapters of the head and tail that the clients begin with; None if nothing is
-                averaged within the round. Averaging compares the clients' adapters with these.
+        ``examples`` are the numbers of training examples, and weights in averages, of the clients
+        that will be invited, keyed by name. ``seed`` is the seed of the round's dropout in the
+        body; only ``client-batch`` uses it. ``own`` are the adapters of the head and tail that the
+        clients begin with, with which averaging compares the clients' adapters; None if nothing is
+        averaged within the round.
         """
         self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
@@ -122,15 +119,11 @@ class BlockServer(Endpoint):
         lifetime: float,
         examples: int | None = None,
     ) -> Invitation:
-        """Invite a client to train for a round.
+        """Invite a client to train for a round; rounds are numbered from 1.
 
-        Args:
-            client: Name of the client.
-            round_number: Number of the round, from 1.
-            seed: Seed of the client's training in this round.
-            lifetime: Seconds for which the ticket is valid.
-            examples: Number of training examples, which limits the number of steps; None for the
-                number that was passed to ``begin_round``.
+        ``seed`` is the seed of the client's training in this round. The ticket is valid for
+        ``lifetime`` seconds. The number of training examples limits the number of steps; None means
+        the number that was passed to ``begin_round``.
         """
         if examples is None:
             examples = self._examples[client]
@@ -148,11 +141,8 @@ class BlockServer(Endpoint):
     ) -> Invitation:
         """Invite a client to evaluate models.
 
-        Args:
-            client: Name of the client.
-            round_number: Number of the last round before this evaluation; 0 before the first round.
-            models: Body adapters by name of the model; None for a model without adapters.
-            lifetime: Seconds for which the ticket is valid.
+        ``round_number`` is the number of the last round before this evaluation, and 0 before the
+        first round. The ticket is valid for ``lifetime`` seconds.
         """
         identity = Identity(f"{self._run}/evaluate", round_number, client)
         return self._grant(identity, models, lifetime)
@@ -224,11 +214,7 @@ class BlockServer(Endpoint):
         self._keys.rotate()
 
     def stop(self, timeout_seconds: float = _END_SECONDS) -> None:
-        """End all lanes and threads.
-
-        Raises:
-            RuntimeError: A lane did not end in time; the threads have been stopped nevertheless.
-        """
+        """End all lanes and threads, then raise a RuntimeError if a lane did not end in time."""
         try:
             self.finish_lanes(timeout_seconds)
         finally:

@@ -98,10 +98,8 @@ class BodyAdapters:
         """Clip gradients to the maximum norm over all parties; a maximum of 0 disables clipping.
 
         ``others`` is the squared norm of the gradients of the client's head and tail. Return the
-        factor, and the norm over all parties before clipping.
-
-        Raises:
-            FloatingPointError: The norm is not finite.
+        factor, and the norm over all parties before clipping. Raise a FloatingPointError if the
+        norm is not finite.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = (squared_norm(gradients) + others) ** 0.5

@@ -61,12 +61,8 @@ def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | N
     Return the oldest job of the highest priority. To prevent starvation, return the oldest job of
     any priority once it has waited for 2 seconds. Jobs that take tokens from the budget never
     overtake each other, even if only a newer job fits into the budget. All other jobs overtake
-    jobs that wait for activation budget.
-
-    Args:
-        waiting: Jobs in order of arrival.
-        free_tokens: Number of free padded tokens in the activation budget.
-        now: Time on the clock of ``Job.queued``.
+    jobs that wait for activation budget. The waiting jobs are in order of arrival, and ``now`` is a
+    time on the clock of ``Job.queued``.
     """
     first = _first_with_tokens(waiting)
     ready = [

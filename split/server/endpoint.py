@@ -23,14 +23,8 @@ class Endpoint(ABC):
     """Base class of servers that accept lanes of invited clients until ``stop`` is called.
 
     Subclasses implement ``_serve``, and call ``_lanes.start`` when they are ready for lanes. Keys
-    and tickets are in memory only.
-
-    Args:
-        split: Addresses, key exchange, activation budget and time limits.
-        limits: Limits on the frames of clients.
-
-    Raises:
-        OSError: The server can't listen on the address in ``split.listen``.
+    and tickets are in memory only. An OSError is raised if the server can't listen on the address
+    in ``split.listen``.
     """
 
     def __init__(self, split: SplitSettings, limits: Limits) -> None:

@@ -26,15 +26,8 @@ class ModelServer(Endpoint):
 
     A client has one lane at a time: when the client opens another lane, the older lane is ended.
 
-    Args:
-        body: The frozen blocks.
-        adapter: Kind, rank, scale and targets of all models' adapters.
-        split: Addresses, key exchange, wire type, and activation budget.
-        run: Name of the server in handshakes.
-        max_prompt_length: Maximum number of tokens in a prompt.
-
-    Raises:
-        OSError: The server can't listen on the address in ``split.listen``.
+    All models have adapters of the same settings, and ``run`` is the server's name in handshakes.
+    An OSError is raised if the server can't listen on the address in ``split.listen``.
     """
 
     def __init__(
@@ -65,10 +58,7 @@ class ModelServer(Endpoint):
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
         """Invite a client to use models over any number of lanes.
 
-        Args:
-            client: Name of the client.
-            models: Body adapters by name of the model; None for a model without adapters.
-            lifetime: Seconds until the invitation expires and open lanes are ended.
+        After ``lifetime`` seconds, the invitation expires and open lanes are ended.
         """
         identity = Identity(self._run, 0, client)
         self._grants[identity] = models, time.monotonic() + lifetime

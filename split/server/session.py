@@ -139,13 +139,8 @@ class Session:
     ) -> None:
         """Handle the client's frames, up to the last one.
 
-        Args:
-            event_of: Function that checks a frame and returns an event, or None for the last frame.
-            handlers: Handlers by type of event.
-
-        Raises:
-            LaneError: The lane has ended, or the client was silent for too long.
-            ProtocolError: The client sent a frame that is not allowed.
+        ``event_of`` checks a frame and returns an event, or None for the last frame. The errors are
+        those of ``event_of`` and ``receive``.
         """
         while (event := event_of(self.receive())) is not None:
             handlers[type(event)](event)
@@ -155,10 +150,8 @@ class Session:
 
         While other clients wait for activation budget, a client that occupies some of it may be
         silent for ``gather_timeout`` between two frames, for ``frame_timeout`` in total in a step
-        or generation, and for half of ``lifetime`` in total.
-
-        Raises:
-            LaneError: The lane has ended, or the client was silent for too long.
+        or generation, and for half of ``lifetime`` in total. Raise a LaneError if the lane has
+        ended, or the client was silent for too long.
         """
         silent_since = seen = time.monotonic()
         self._kept_once = 0.0

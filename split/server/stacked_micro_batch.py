@@ -64,10 +64,8 @@ class Member:
 class StackedMicroBatch:
     """One micro-batch of each of several members, padded to the longest row and stacked.
 
-    Args:
-        index: Index of the micro-batches in their steps.
-        number: Number of this pass among the passes with the same index.
-        parts: Micro-batch of each member, in the order of their rows.
+    ``index`` is the micro-batches' index in their steps, ``number`` the number of this pass among
+    the passes with the same index, and ``parts`` are in the order of their rows.
     """
 
     def __init__(self, index: int, number: int, parts: Mapping[Member, HeadOutput]) -> None:

@@ -77,8 +77,8 @@ class StackedRound:
     def forward(self, member: Member, output: HeadOutput) -> None:
         """Accept the hidden states of a micro-batch after the head.
 
-        Raises:
-            ProtocolError: The micro-batch is of the next step, but this step is not answered yet.
+        Raise a ProtocolError if the micro-batch is of the next step, but this step is not answered
+        yet.
         """
         with self._lock:
             # The step's end would reset the counts below, and the other members would wait forever.

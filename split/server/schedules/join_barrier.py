@@ -36,11 +36,7 @@ class JoinBarrier:
         self._changed.notify_all()
 
     def join(self, client: str) -> None:
-        """Add a client.
-
-        Raises:
-            RuntimeError: The round has begun without the client.
-        """
+        """Add a client; raise a RuntimeError if the round has begun without it."""
         if self._begun:
             raise RuntimeError(
                 f"{client} joined after the round had begun without it; clients wait for each "
@@ -52,13 +48,8 @@ class JoinBarrier:
     def wait(self, client: str, check: Callable[[], None]) -> None:
         """Wait until all clients have joined or the timeout expires. Call with ``changed`` locked.
 
-        Args:
-            client: The client that waits, which is removed on an error.
-            check: Function that raises the lane's error if the client's lane has ended.
-
-        Raises:
-            LaneError: The client's lane has ended.
-            RuntimeError: Fewer than the minimum number of clients joined in time.
+        Raise a RuntimeError if fewer than the minimum number of clients joined in time. ``check``
+        raises the lane's error if the client's lane has ended. On an error, the client is removed.
         """
         end = time.monotonic() + self._timeout
         try:

@@ -19,11 +19,7 @@ class Serial(SharedAdapters):
         self._lock = threading.Lock()
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
-        """Begin a client's turn.
-
-        Raises:
-            RuntimeError: The turn of another client has not ended.
-        """
+        """Begin a client's turn; raise a RuntimeError if another client's turn has not ended."""
         client = session.account.client
         with self._lock:
             if self._turn:

@@ -27,11 +27,7 @@ class SharedAdapters:
         """Do nothing, because the head and tail are not averaged within a round."""
 
     def average(self, session: Session, step: int, own: State) -> State:
-        """Raise an error, because clients have no separate adapters to average.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise a RuntimeError, because clients have no separate adapters to average."""
         raise RuntimeError("with this split.schedule, adapters are not averaged within a round")
 
     def state_of(self, client: str) -> State:
