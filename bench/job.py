@@ -28,7 +28,7 @@ from split.model.adapters import take_apart
 from split.model.loading import load_parts
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
-from split.protocol.invitation import Invitation
+from split.protocol.tickets import Invitation
 from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.settings import SplitSettings

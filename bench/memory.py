@@ -41,7 +41,7 @@ from bench.job import Job, join, load_body, load_ends, open_model, random_job, t
 from bench.memory_use import Memory, SavedTensors, bytes_of
 from bench.parties import Server, Training
 from bench.shape import Shape
-from split.protocol.invitation import Invitation
+from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 _CLIENT = Shape(hidden=1024, blocks=12)

@@ -33,7 +33,7 @@ from finetuning.model.whole_model import WholeModel
 from finetuning.training.loop import Stages
 from split.model.part import Part
 from split.model.partition import PartyName
-from split.protocol.invitation import Invitation
+from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 

@@ -33,7 +33,7 @@ from bench.shape import SEED, Shape
 from finetuning.evaluation.generation import Answering
 from finetuning.model.whole_model import WholeModel
 from split.model.adapters import take_apart
-from split.protocol.invitation import Invitation
+from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 _ROWS, _PROMPT, _NEW = 8, 64, 64

@@ -14,8 +14,8 @@ from federation.messages import Instruction
 from federation.run_config import RunConfig
 from finetuning.adapters.adapter import State
 from finetuning.data.batching import round_steps, steps_per_round
+from finetuning.errors import DeadlineError
 from finetuning.randomness import derive_seed
-from finetuning.training.deadline import DeadlineError
 from finetuning.training.loop import LocalRound, TrainingReport
 from finetuning.training.optimization import OptimizerState
 

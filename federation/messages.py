@@ -24,8 +24,7 @@ from pydantic import (
 
 from finetuning.errors import UserError
 from split.protocol.errors import printable
-from split.protocol.invitation import Invitation
-from split.protocol.tickets import Identity, Ticket
+from split.protocol.tickets import Identity, Invitation, Ticket
 
 ARRAYS = "arrays"
 IMPORTANCE = "importance"

@@ -1,4 +1,4 @@
-"""The base class of errors that a user can correct."""
+"""Errors that a user can correct."""
 
 
 class UserError(Exception):
@@ -8,3 +8,7 @@ class UserError(Exception):
     def public(self) -> str:
         """The message in a form that may be sent outside an institution; it quotes no row."""
         return str(self)
+
+
+class DeadlineError(UserError, TimeoutError):
+    """The time limit of a message expired before the requested work was done."""

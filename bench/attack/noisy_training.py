@@ -18,7 +18,7 @@ from finetuning.settings import AdapterSettings
 from split.client.split_model import SplitModel
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import PartyName
-from split.protocol.invitation import Invitation
+from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 _CLIENT = "attacked"

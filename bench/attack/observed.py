@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from split.client.noise import add_noise
+from split.client.remote_body import add_noise
 from split.model.part import Part
 from split.protocol.frames import Frame, Kind, Limits, Padding, WireType
 from split.protocol.payload import Outgoing, describe

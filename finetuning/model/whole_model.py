@@ -14,8 +14,8 @@ from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
 from finetuning.devices import mixed_precision
-from finetuning.model.left_padding import left_padding
-from finetuning.model.no_cache import without_cache
+from finetuning.errors import DeadlineError
+from finetuning.model.backbone_inputs import left_padding, without_cache
 from finetuning.model.output_head import (
     add_target_gradient,
     end_tokens,
@@ -24,7 +24,6 @@ from finetuning.model.output_head import (
     target_loss,
 )
 from finetuning.randomness import derive_seed, set_seed
-from finetuning.training.deadline import DeadlineError
 
 
 class WholeModel:

@@ -9,10 +9,10 @@ import torch
 
 from finetuning.data.batching import MicroBatch, Prefixed, collate, micro_batches
 from finetuning.data.tokenization import Example
+from finetuning.errors import DeadlineError
 from finetuning.progress import progress_bar
 from finetuning.randomness import derive_seed
 from finetuning.settings import TrainSettings
-from finetuning.training.deadline import DeadlineError
 from finetuning.training.optimization import (
     OptimizerState,
     export_optimizer,

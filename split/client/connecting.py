@@ -8,7 +8,7 @@ from split.lane.dialling import PATIENCE_SECONDS, open_lane
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.frames import Kind, Limits, average_bytes
-from split.protocol.invitation import Invitation
+from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 

@@ -1,12 +1,14 @@
 """The client's interface to the body: send frames over a lane, and check the answers."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from split.client.noise import add_noise
+from finetuning.devices import to_device
+from finetuning.randomness import normal
 from split.lane.lane import Lane
 from split.protocol.errors import LaneError, LaneTimeoutError
 from split.protocol.frames import TENSOR_OF_KIND, Frame, Kind, Value
@@ -231,6 +233,17 @@ class RemoteBody:
                 f"{frame.micro_batch}, in step {step}"
             )
         return frame
+
+
+def add_noise(hidden: torch.Tensor, noise: float) -> torch.Tensor:
+    """Add Gaussian noise to hidden states of shape (rows, columns, hidden); see `connect`.
+
+    ``noise`` is the standard deviation relative to the root mean square of each token's state.
+    """
+    deviation = noise * hidden.float().square().mean(-1, keepdim=True).sqrt()
+    # Don't derive the noise from the run's seed, which the server knows too.
+    drawn = normal(hidden.numel(), os.urandom).view_as(hidden).to(deviation.dtype)
+    return hidden + (deviation * to_device(drawn, hidden.device)).to(hidden.dtype)
 
 
 def _of_shape(frame: Frame, shape: torch.Size) -> torch.Tensor:

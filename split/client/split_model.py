@@ -19,8 +19,7 @@ from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
 from finetuning.training.optimization import squared_norm
 from split.client.remote_body import RemoteBody
 from split.lane.lane import Lane
-from split.model.candidates import hidden_of_candidates
-from split.model.generation import Generation
+from split.model.generation import Generation, hidden_of_candidates
 from split.model.part import Part
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import RoundPlan

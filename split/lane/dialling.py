@@ -37,8 +37,8 @@ from split.protocol.errors import (
 )
 from split.protocol.frames import Limits
 from split.protocol.handshake import ClientHandshake
-from split.protocol.invitation import Invitation
 from split.protocol.keys import known_suite
+from split.protocol.tickets import Invitation
 
 _LOG = logging.getLogger(__name__)
 PATIENCE_SECONDS = 15.0

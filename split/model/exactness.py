@@ -13,9 +13,9 @@ import finetuning
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.files import cache_directory, replacing
+from finetuning.model.backbone_inputs import left_padding
 from finetuning.model.base_model import BaseModelError, refuse_unless_causal
 from finetuning.model.fingerprint import config_digest
-from finetuning.model.left_padding import left_padding
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters

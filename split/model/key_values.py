@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from finetuning.adapters.prefixes import shifted
 from finetuning.devices import to_device
-from finetuning.model.left_padding import left_padding
+from finetuning.model.backbone_inputs import left_padding
 from split.model.part import Part
 from split.protocol.frames import Padding
 

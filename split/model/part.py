@@ -10,9 +10,8 @@ from torch import nn
 from finetuning.adapters.adapter import attach_adapter, target_names
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.devices import mixed_precision, to_device
+from finetuning.model.backbone_inputs import left_padding, without_cache
 from finetuning.model.base_model import BaseModelError
-from finetuning.model.left_padding import left_padding
-from finetuning.model.no_cache import without_cache
 from finetuning.model.output_head import output_head
 from finetuning.settings import AdapterSettings
 from split.model.partition import Partition, PartyName, blocks_of

@@ -5,9 +5,15 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 from split.protocol.frames import WireType
-from split.protocol.invitation import Invitation
 from split.protocol.keys import KeyExchange
-from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, SECRET_BYTES, Identity, Ticket
+from split.protocol.tickets import (
+    IDENTIFIER_BYTES,
+    NAME_BYTES,
+    SECRET_BYTES,
+    Identity,
+    Invitation,
+    Ticket,
+)
 from split.settings import SplitSettings
 
 _ROUND = 0  # round number of all lanes opened with a standing invitation

@@ -1,4 +1,4 @@
-"""Tickets, which authorise a client to open a lane.
+"""Tickets, which authorise a client to open a lane, and invitations, which contain them.
 
 A ticket is sent to its client over an existing confidential channel, and only its identifier is
 sent over a lane. The ticket's secret is an input to the first message's MAC key and to the stream's
@@ -59,6 +59,17 @@ class Ticket:
             raise ValueError(
                 f"a ticket has {IDENTIFIER_BYTES} identifier bytes and {SECRET_BYTES} secret bytes"
             )
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Everything that a client needs to open a lane; confidential."""
+
+    address: str  # address of the block server, as host:port
+    suite: str  # suite of the key exchange
+    server_key: bytes  # the server's current public key
+    identity: Identity
+    ticket: Ticket
 
 
 @dataclass

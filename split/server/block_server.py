@@ -13,8 +13,7 @@ from split.lane.lane import Lane
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.frames import Kind, Limits, average_bytes
-from split.protocol.invitation import Invitation
-from split.protocol.tickets import Identity
+from split.protocol.tickets import Identity, Invitation
 from split.protocol.training import RoundLimits, RoundPlan
 from split.server.body_adapters import BodyAdapters
 from split.server.endpoint import Endpoint, lane_ended_by_errors

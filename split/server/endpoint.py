@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.protocol.frames import Limits
-from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
-from split.protocol.tickets import Identity
+from split.protocol.tickets import Identity, Invitation
 from split.server.compute import ComputeThread
 from split.server.session import Session, reason_of
 from split.settings import SplitSettings

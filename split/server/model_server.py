@@ -12,8 +12,7 @@ from split.lane.transport import time_limit
 from split.model.part import Part
 from split.protocol.errors import LaneTimeoutError
 from split.protocol.frames import Limits
-from split.protocol.invitation import Invitation
-from split.protocol.tickets import Identity
+from split.protocol.tickets import Identity, Invitation
 from split.server.endpoint import Endpoint, lane_ended_by_errors
 from split.server.evaluation_session import EvaluationSession, Models
 from split.settings import SplitSettings

@@ -36,9 +36,8 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from split.lane.dialling import open_lane
 from split.protocol.errors import LaneError
 from split.protocol.frames import Limits
-from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
-from split.protocol.tickets import IDENTIFIER_BYTES, SECRET_BYTES, Identity, Ticket
+from split.protocol.tickets import IDENTIFIER_BYTES, SECRET_BYTES, Identity, Invitation, Ticket
 
 SECONDS = 120.0
 SUITE = "ml-kem-768-x25519"

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from finetuning.adapters.adapter import State, initial_adapter
-from finetuning.model.left_padding import left_padding
+from finetuning.model.backbone_inputs import left_padding
 from finetuning.settings import ModelSettings
 from split.model.loading import load_parts
 from split.model.part import Part

@@ -16,10 +16,9 @@ from safetensors.torch import save
 from split.lane.transport import METHOD, SERVICE, channel_options
 from split.protocol.frames import Kind, Value
 from split.protocol.handshake import ClientHandshake
-from split.protocol.invitation import Invitation
 from split.protocol.keys import known_suite
 from split.protocol.records import MAX_RECORD_BYTES, Sealer
-from split.protocol.tickets import Ticket
+from split.protocol.tickets import Invitation, Ticket
 
 _SECONDS = 60.0  # for the server to end a peer
 # HTTP/2, RFC 9113.

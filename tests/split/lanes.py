@@ -17,9 +17,8 @@ from split.lane.listening import LaneServer
 from split.lane.transport import METHOD, SERVICE, refusal_details
 from split.protocol.errors import HandshakeError, LaneError, LaneTimeoutError
 from split.protocol.frames import Kind, Limits
-from split.protocol.invitation import Invitation
 from split.protocol.keys import ServerKeys
-from split.protocol.tickets import Identity
+from split.protocol.tickets import Identity, Invitation
 
 HYBRID = "ml-kem-768-x25519"
 HIDDEN = 64

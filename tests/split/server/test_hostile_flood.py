@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from finetuning.adapters.adapter import State
 from split.protocol.errors import LaneBusyError, LaneUnreachableError
 from split.protocol.frames import Kind
-from split.protocol.invitation import Invitation
+from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 from tests.split.clients import SIZES, STEPS, Client, serving, split_settings, train_together
 from tests.split.hostile import (

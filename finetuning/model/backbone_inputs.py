@@ -1,9 +1,22 @@
-"""A key-value cache that stores nothing, for forward passes that don't generate text."""
+"""Inputs of a backbone: masks and positions of padded rows, and a cache that stores nothing."""
 
+import inspect
 from typing import Any
 
 import torch
 from transformers import Cache
+
+
+def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
+    """Return the mask, and positions counted from each row's first token, as in ``generate``.
+
+    Positions are omitted if the backbone doesn't accept them. ``lengths``, (rows,) int64, are the
+    rows' numbers of tokens; ``columns`` counts tokens and padding together.
+    """
+    mask = (torch.arange(columns, device=lengths.device) >= columns - lengths[:, None]).long()
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        return {"attention_mask": mask}
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 class NoCache(Cache):  # type: ignore[misc]
