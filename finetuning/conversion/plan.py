@@ -17,28 +17,19 @@ class ConversionError(UserError, ValueError):
 class Plan:
     """How to convert a model.
 
-    Attributes:
-        model: Name of the model.
-        config: Configuration of the target's class in transformers.
-        rename: Maps a source tensor to target tensors by name, or to an empty dict if the target
-            computes the tensor itself. Raises a `ConversionError` for an unknown tensor.
-        special_tokens: Tokens that follow the vocabulary of ``tokenizer.model``, in order.
-        first_tokens: Special tokens that are prepended to each text.
-        tokenizer: Arguments of the target's tokenizer.
-        chat_template: Jinja template of the prompts that the model was trained with.
-        end_of_answer: Additional special tokens that end a generated answer.
-        changes: Descriptions of the target's differences from the source, for its README.md.
+    ``rename`` maps a source tensor to target tensors by name, or to an empty dict if the target
+    computes the tensor itself; it raises a `ConversionError` for an unknown tensor.
     """
 
-    model: str
-    config: Any
+    model: str  # name of the model
+    config: Any  # configuration of the target's class in transformers
     rename: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
-    special_tokens: tuple[str, ...] = ()
-    first_tokens: tuple[str, ...] = ()
-    tokenizer: Mapping[str, Any]
-    chat_template: str | None = None
-    end_of_answer: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()  # in order, after the vocabulary of ``tokenizer.model``
+    first_tokens: tuple[str, ...] = ()  # special tokens that are prepended to each text
+    tokenizer: Mapping[str, Any]  # arguments of the target's tokenizer
+    chat_template: str | None = None  # of the prompts that the model was trained with
+    end_of_answer: tuple[str, ...] = ()  # additional special tokens that end a generated answer
+    changes: tuple[str, ...] = ()  # the target's differences from the source, for its README.md
 
 
 def sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:

@@ -30,18 +30,14 @@ class Prefixed(Protocol):
 class MicroBatch:
     """Examples that the model processes together, padded on the right.
 
-    Attributes:
-        tokens: (rows, columns) int64.
-        lengths: (rows,) int64; number of tokens of each row without padding.
-        positions: (targets,) int64; index in the flattened (rows · columns) hidden states of the
-            token *before* each target; that token's hidden state predicts the target.
-        labels: (targets,) int64; the target tokens.
+    ``positions`` are indices in the flattened (rows · columns) hidden states of the token *before*
+    each target; that token's hidden state predicts the target.
     """
 
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    positions: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # (rows, columns) int64
+    lengths: torch.Tensor  # (rows,) int64; number of tokens of each row without padding
+    positions: torch.Tensor  # (targets,) int64
+    labels: torch.Tensor  # (targets,) int64; the target tokens
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the micro-batch with everything but the lengths on a device."""

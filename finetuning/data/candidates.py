@@ -25,25 +25,18 @@ class Continuation:
 class CandidateBatch:
     """Texts grouped by their common beginning, which is processed once.
 
-    Attributes:
-        beginnings: (rows, columns) int64, padded on the left.
-        beginning_lengths: (rows,) int64; number of tokens of each beginning without padding.
-        endings: (rows · n, columns) int64, padded on the right; the n endings of a beginning are
-            adjacent. n can be 0.
-        ending_lengths: (rows · n,) int64; number of tokens of each ending without padding.
-        positions: (targets,) int64; index of the token *before* each target in the flattened hidden
-            states, first of the beginnings, then of the endings.
-        labels: (targets,) int64; the target tokens.
-        owners: The continuation and token that each target belongs to.
+    The n endings of a beginning are adjacent; n can be 0. Lengths are numbers of tokens without
+    padding. ``positions`` are indices of the token *before* each target in the flattened hidden
+    states, first of the beginnings, then of the endings.
     """
 
-    beginnings: torch.Tensor
-    beginning_lengths: torch.Tensor
-    endings: torch.Tensor
-    ending_lengths: torch.Tensor
-    positions: torch.Tensor
-    labels: torch.Tensor
-    owners: list[Owner]
+    beginnings: torch.Tensor  # (rows, columns) int64, padded on the left
+    beginning_lengths: torch.Tensor  # (rows,) int64
+    endings: torch.Tensor  # (rows · n, columns) int64, padded on the right
+    ending_lengths: torch.Tensor  # (rows · n,) int64
+    positions: torch.Tensor  # (targets,) int64
+    labels: torch.Tensor  # (targets,) int64; the target tokens
+    owners: list[Owner]  # the continuation and token that each target belongs to
 
     @property
     def endings_each(self) -> int:

@@ -56,21 +56,13 @@ def prompt_rows(texts: Sequence[str]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row's last answer, and the prompt for it.
+    """A row's last answer, and the prompt for it."""
 
-    Attributes:
-        tokens: The tokens before the answer, (tokens,) int64.
-        question: Text of the turn before the answer, truncated like the tokens.
-        reference: The answer.
-        row: Index of the row.
-        origin: File and line that the row was read from; one line can produce several rows.
-    """
-
-    tokens: "torch.Tensor"
-    question: str
-    reference: str
-    row: int
-    origin: str
+    tokens: "torch.Tensor"  # the tokens before the answer, (tokens,) int64
+    question: str  # text of the turn before the answer, truncated like the tokens
+    reference: str  # the answer
+    row: int  # index of the row
+    origin: str  # file and line that the row was read from; one line can produce several rows
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:

@@ -15,17 +15,11 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True)
 class Row:
-    """One conversation.
-
-    Attributes:
-        messages: Turns with the keys ``role`` (system, user or assistant) and ``content``.
-        origin: File and line (or row number) that the row was read from.
-        fields: The unconverted row, for partitioning by one of its columns.
-    """
+    """A conversation: turns with the keys ``role`` (system, user, assistant) and ``content``."""
 
     messages: tuple[dict[str, str], ...]
-    origin: str
-    fields: dict[str, Any]
+    origin: str  # file and line (or row number) that the row was read from
+    fields: dict[str, Any]  # the unconverted row, for partitioning by one of its columns
 
 
 def read_rows(path: Path | str, skip_bad: bool = False) -> list[Row]:

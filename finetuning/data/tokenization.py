@@ -23,25 +23,15 @@ _ROWS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized conversation.
+    """A tokenized conversation."""
 
-    Attributes:
-        tokens: (length,) int64.
-        is_target: (length,) bool; true for the tokens of answers and their end marks.
-        prompt_length: Number of tokens before the last answer that is not entirely truncated.
-        reference: Text of the last answer that is not entirely truncated.
-        row: Index of the example's row; a template can produce several examples per row.
-        question: Text of the turn before the reference, truncated like the tokens.
-        origin: File and line that the row was read from; one line can produce several rows.
-    """
-
-    tokens: torch.Tensor
-    is_target: torch.Tensor
-    prompt_length: int
-    reference: str
-    row: int
-    question: str = ""
-    origin: str = ""
+    tokens: torch.Tensor  # (length,) int64
+    is_target: torch.Tensor  # (length,) bool; true for the tokens of answers and their end marks
+    prompt_length: int  # number of tokens before the last answer that is not entirely truncated
+    reference: str  # text of the last answer that is not entirely truncated
+    row: int  # index of the example's row; a template can produce several examples per row
+    question: str = ""  # text of the turn before the reference, truncated like the tokens
+    origin: str = ""  # file and line that the row was read from; a line can produce several rows
 
 
 @dataclass(frozen=True)
@@ -68,21 +58,14 @@ class _Tokens:
 
 @dataclass
 class TokenizationReport:
-    """Counts that show the effect of ``data.max-length`` and of the chat template.
+    """Counts that show the effect of ``data.max-length`` and of the chat template."""
 
-    Attributes:
-        inputs_shortened: Examples with an input truncated so that outputs fit.
-        outputs_shortened: Examples whose outputs were truncated.
-        left_out: Examples omitted because no output token would remain.
-        rows_divided: Rows from which the chat template produced several examples.
-        without_end_mark: Examples from which a model doesn't learn to stop, because the chat
-            template writes no mark after answers.
-    """
-
-    inputs_shortened: int = 0
-    outputs_shortened: int = 0
-    left_out: int = 0
-    rows_divided: int = 0
+    inputs_shortened: int = 0  # examples with an input truncated so that outputs fit
+    outputs_shortened: int = 0  # examples whose outputs were truncated
+    left_out: int = 0  # examples omitted because no output token would remain
+    rows_divided: int = 0  # rows from which the chat template produced several examples
+    # Examples from which a model doesn't learn to stop, because the chat template writes no mark
+    # after answers.
     without_end_mark: int = 0
 
 

@@ -18,17 +18,11 @@ class Measured(Prefixed, Protocol):
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Loss on held-out examples.
+    """Loss on held-out examples."""
 
-    Attributes:
-        loss: Mean over all target tokens, in nats.
-        perplexity: exp(loss), where losses above 700 count as 700.
-        target_tokens: Number of target tokens.
-    """
-
-    loss: float
-    perplexity: float
-    target_tokens: int
+    loss: float  # mean over all target tokens, in nats
+    perplexity: float  # exp(loss), where losses above 700 count as 700
+    target_tokens: int  # number of target tokens
 
 
 def held_out_loss(

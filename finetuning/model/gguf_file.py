@@ -36,22 +36,15 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a GGUF file.
+    """The header of a GGUF file."""
 
-    Attributes:
-        architecture: GGUF's name of the architecture.
-        weights: Number of weights of each tensor.
-        quantization: Types of all tensors with more than one dimension, in descending order of
-            their numbers of weights, such as ``Q4_1, Q8_0``.
-        scales_positions: Whether rotary positions are scaled, as in Llama 3.1.
-        window: Size of the sliding attention window in tokens, if given.
-    """
-
-    architecture: str
-    weights: dict[str, int]
+    architecture: str  # GGUF's name of the architecture
+    weights: dict[str, int]  # number of weights of each tensor
+    # Types of all tensors with more than one dimension, in descending order of their numbers of
+    # weights, such as ``Q4_1, Q8_0``.
     quantization: str
-    scales_positions: bool
-    window: int | None
+    scales_positions: bool  # whether rotary positions are scaled, as in Llama 3.1
+    window: int | None  # size of the sliding attention window in tokens, if given
 
 
 def checkpoint_of(file: Path) -> Path:

@@ -13,21 +13,13 @@ from finetuning.data.rows import check_characters
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its right answers.
+    """A question with its right answers."""
 
-    Attributes:
-        origin: Source file and line. Questions of one line share most of their prompt.
-        prompt: Text of the question.
-        answers: The right answers, each of which is sufficient. Empty if no candidate is right.
-        candidates: The answers to choose from; empty if the answer is to be generated.
-        group: Key of related questions: from one question of MultiRC, or about one text of WSC.
-    """
-
-    origin: str
-    prompt: str
-    answers: tuple[str, ...]
-    candidates: tuple[str, ...] = ()
-    group: str = ""
+    origin: str  # source file and line; questions of one line share most of their prompt
+    prompt: str  # text of the question
+    answers: tuple[str, ...]  # right answers, each sufficient; empty if no candidate is right
+    candidates: tuple[str, ...] = ()  # answers to choose from; empty if the answer is generated
+    group: str = ""  # key of questions from one question of MultiRC, or about one text of WSC
 
 
 def as_object(value: Any, name: str = "a row") -> Mapping[str, Any]:

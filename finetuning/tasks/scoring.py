@@ -31,17 +31,12 @@ class Model(Answering, Scoring, Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Questions as tokens.
-
-    Attributes:
-        candidates: The candidates of each question, if the task has candidates.
-        prompts: The prompt of each question, (tokens,) int64, if the task has no candidates.
-    """
+    """Questions as tokens."""
 
     task: Task
     questions: Sequence[Question]
-    candidates: list[list[Continuation]]
-    prompts: list[torch.Tensor]
+    candidates: list[list[Continuation]]  # of each question, if the task has candidates
+    prompts: list[torch.Tensor]  # (tokens,) int64 of each question, if it has no candidates
 
     @property
     def longest(self) -> tuple[int, str]:
@@ -56,15 +51,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Answers:
-    """A model's answers to questions.
+    """A model's answers to questions."""
 
-    Attributes:
-        texts: The chosen candidate, or the generated text, of each question.
-        probabilities: Normalised probability of each question's right candidate (FL-GLM section
-            4.1.2); empty for generated texts, and 0 where no candidate is right.
-    """
-
-    texts: list[str]
+    texts: list[str]  # the chosen candidate, or the generated text, of each question
+    # Normalised probability of each question's right candidate (FL-GLM section 4.1.2); empty for
+    # generated texts, and 0 where no candidate is right.
     probabilities: list[float]
 
 

@@ -13,25 +13,18 @@ from finetuning.tasks.question import Question
 class Task:
     """A task: how its rows are read, and how its answers are scored.
 
-    Attributes:
-        folder: Usual name of the folder with the task's files.
-        held_out: Usual name of the file for evaluation.
-        convert: Converts a row to questions, given its origin and the row.
-        metrics: Scores answers.
-        complete: Extends each question with information from the other rows.
-        is_cloze: Whether an answer is chosen from candidates; otherwise it is generated.
-        has_classes: Whether the candidates have the same meaning in all questions.
-        has_words: Whether the candidates are single words, whose probabilities are normalised.
+    ``convert`` converts a row to questions, given its origin and the row. ``complete`` extends each
+    question with information from the other rows.
     """
 
-    folder: str
-    held_out: str
+    folder: str  # usual name of the folder with the task's files
+    held_out: str  # usual name of the file for evaluation
     convert: Callable[[str, Mapping[str, Any]], list[Question]]
     metrics: Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
     complete: Callable[[list[Question]], list[Question]] = list
-    is_cloze: bool = True
-    has_classes: bool = True
-    has_words: bool = True
+    is_cloze: bool = True  # whether an answer is chosen from candidates; otherwise it is generated
+    has_classes: bool = True  # whether the candidates have the same meaning in all questions
+    has_words: bool = True  # whether candidates are single words, with normalised probabilities
 
 
 _generated = partial(Task, is_cloze=False, has_classes=False, has_words=False)

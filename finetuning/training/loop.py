@@ -35,44 +35,27 @@ class Stages(Prefixed, Protocol):
 
 @dataclass(frozen=True)
 class LocalRound:
-    """A client's training in a round, and the round's position within the run.
+    """A client's training in a round, and the round's position within the run."""
 
-    Attributes:
-        steps: Indices of the examples of each optimizer step.
-        first_step: Number of steps in this client's earlier rounds, including rounds it missed.
-        total_steps: Number of steps in all rounds of the run.
-        seed: Seed of this client in this round.
-        deadline: Time of the deadline on ``time.monotonic``'s clock.
-    """
-
-    steps: Sequence[Sequence[int]]
-    first_step: int
-    total_steps: int
-    seed: int
-    deadline: float
+    steps: Sequence[Sequence[int]]  # indices of the examples of each optimizer step
+    first_step: int  # number of steps in this client's earlier rounds, including rounds it missed
+    total_steps: int  # number of steps in all rounds of the run
+    seed: int  # seed of this client in this round
+    deadline: float  # time of the deadline on ``time.monotonic``'s clock
 
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Result of a round of local training.
+    """Result of a round of local training."""
 
-    Attributes:
-        losses: Each step's mean loss per target token in nats, before the step's update.
-        tokens: Number of tokens processed, without padding.
-        target_tokens: Number of tokens predicted.
-        seconds: Wall-clock time of the steps.
-        gradient_norm: Norm of the gradient before clipping, as a mean over steps.
-        learning_rate: Learning rate of the last step.
-        penalty_gradient_share: Penalty's share of the gradient norm, as a mean over all steps but
-            the first, where the penalty's gradient is 0; None without a penalty.
-    """
-
-    losses: list[float]
-    tokens: int
-    target_tokens: int
-    seconds: float
-    gradient_norm: float
-    learning_rate: float
+    losses: list[float]  # each step's mean loss per target token in nats, before the step's update
+    tokens: int  # number of tokens processed, without padding
+    target_tokens: int  # number of tokens predicted
+    seconds: float  # wall-clock time of the steps
+    gradient_norm: float  # norm of the gradient before clipping, as a mean over steps
+    learning_rate: float  # learning rate of the last step
+    # Penalty's share of the gradient norm, as a mean over all steps but the first, where the
+    # penalty's gradient is 0; None without a penalty.
     penalty_gradient_share: float | None = None
 
 

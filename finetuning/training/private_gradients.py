@@ -24,17 +24,11 @@ ROW_GRADIENT_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Noise:
-    """The parameters of the noise in private training steps.
+    """The parameters of the noise in private training steps."""
 
-    Attributes:
-        multiplier: σ, the standard deviation of the noise as a multiple of C.
-        row_norm: C, the maximum norm of a row's gradient over all adapter weights.
-        expected_rows: Expected number of rows in a step.
-    """
-
-    multiplier: float
-    row_norm: float
-    expected_rows: float
+    multiplier: float  # σ, the standard deviation of the noise as a multiple of C
+    row_norm: float  # C, the maximum norm of a row's gradient over all adapter weights
+    expected_rows: float  # expected number of rows in a step
 
 
 class PrivateGradients:

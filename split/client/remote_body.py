@@ -22,15 +22,12 @@ class RemoteBody:
 
     Methods that wait for the server raise ``LaneError`` if the lane has ended, no frame arrives in
     time, or a frame is unexpected or invalid. `SplitModel` describes the arguments.
-
-    Attributes:
-        seconds_waiting: Time spent waiting for the server's frames.
     """
 
     def __init__(
         self, lane: Lane, frame_timeout: float, deadline: float | None, noise: float
     ) -> None:
-        self.seconds_waiting = 0.0
+        self.seconds_waiting = 0.0  # time spent waiting for the server's frames
         self._lane = lane
         self._frame_timeout = frame_timeout
         self._deadline = deadline

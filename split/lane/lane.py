@@ -53,10 +53,6 @@ class Lane:
         resume_timeout: Seconds within which a cut stream must be replaced.
         max_streams: Maximum number of streams, one after another.
         replace_after_bytes: A client replaces a stream after this many bytes in one direction.
-
-    Attributes:
-        opened: Number of streams opened so far.
-        over: Event that is set when the lane and its last stream have ended.
     """
 
     def __init__(
@@ -71,8 +67,8 @@ class Lane:
         self.identity = identity
         self.limits = limits
         self.replace_after_bytes = replace_after_bytes
-        self.opened = 0
-        self.over = threading.Event()
+        self.opened = 0  # number of streams opened so far
+        self.over = threading.Event()  # set when the lane and its last stream have ended
         self._is_client = is_client
         self._max_streams = max_streams
         lock = threading.RLock()  # guards all attributes below

@@ -11,22 +11,13 @@ from split.protocol.errors import LaneCutError, LaneError
 
 
 class Lifetime:
-    """Whether and why a lane has ended. Protected by the lock of the lane.
-
-    Args:
-        resume_timeout: Seconds within which a cut stream must be replaced.
-
-    Attributes:
-        error: Error that ended the lane; None while the lane is open.
-        close_reason: Error message for the other end; None if the lane ends normally.
-        ended_at: Time at which the lane ended, on ``time.monotonic``'s clock.
-    """
+    """Whether and why a lane has ended. Protected by the lock of the lane."""
 
     def __init__(self, resume_timeout: float) -> None:
-        self.error: LaneError | None = None
-        self.close_reason: str | None = None
-        self.ended_at = math.inf
-        self._resume_timeout = resume_timeout
+        self.error: LaneError | None = None  # that ended the lane; None while it is open
+        self.close_reason: str | None = None  # for the other end; None if the lane ends normally
+        self.ended_at = math.inf  # on ``time.monotonic``'s clock
+        self._resume_timeout = resume_timeout  # seconds within which to replace a cut stream
         self._cut: LaneError = LaneCutError("no stream has been opened yet")
         self._cut_at = time.monotonic()
         self._closing: threading.Timer | None = None

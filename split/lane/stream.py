@@ -17,20 +17,15 @@ _HTTP2_FRAME_BYTES = 2**14
 class Traffic:
     """Traffic and processing time of one lane, or of several lanes in total, at this end.
 
-    Attributes:
-        bytes_up: Number of bytes from the client to the server, including the handshake and all
-            overhead above TCP except the initial headers and the trailers of gRPC.
-        bytes_down: Number of bytes from the server to the client.
-        seconds_crypto: Time spent on encryption and decryption.
-        seconds_serialisation: Time spent on serialising and deserialising tensors.
-        seconds_waiting: Time spent in ``Lane.receive``.
+    The bytes include the handshake and all overhead above TCP except the initial headers and the
+    trailers of gRPC.
     """
 
-    bytes_up: int = 0
-    bytes_down: int = 0
-    seconds_crypto: float = 0.0
-    seconds_serialisation: float = 0.0
-    seconds_waiting: float = 0.0
+    bytes_up: int = 0  # number of bytes from the client to the server
+    bytes_down: int = 0  # number of bytes from the server to the client
+    seconds_crypto: float = 0.0  # time spent on encryption and decryption
+    seconds_serialisation: float = 0.0  # time spent on serialising and deserialising tensors
+    seconds_waiting: float = 0.0  # time spent in ``Lane.receive``
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -45,10 +40,6 @@ class Stream:
         is_client: Whether this is the client's end.
         carried: Numbers of bytes that this end sent and received in the handshake.
         release: Function that ends the stream immediately, even if data is in transit.
-
-    Attributes:
-        opener: Decryption of the other end's records.
-        resumption: Ticket that opens the lane's next stream.
     """
 
     def __init__(
@@ -59,7 +50,7 @@ class Stream:
         carried: tuple[int, int],
         release: Callable[[], object],
     ) -> None:
-        self.resumption = secrets.resumption
+        self.resumption = secrets.resumption  # ticket that opens the lane's next stream
         self.release = release
         self._limits = limits
         self._is_client = is_client

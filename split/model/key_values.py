@@ -26,17 +26,13 @@ class KeyValues:
         part: Part with the adapter in use.
         padding: Padding of the prompts, on the left.
         columns: Number of columns of the prompts, including padding.
-
-    Attributes:
-        cache: Cache of the blocks; None if the party has no blocks.
-        columns: Number of tokens of each row so far, including padding.
     """
 
     def __init__(self, part: Part, padding: Padding, columns: int) -> None:
         blocks = part.partition.range_of(part.party)
         self._part = part
         self._backbone = part.model.base_model
-        # Without blocks, there are no keys and values.
+        # Without blocks, there are no keys and values, and no cache.
         self.cache = _OwnBlocks(part.model.config, blocks.start) if blocks else None
         self._lengths = to_device(padding.lengths, part.device)
         self._padded = bool((padding.lengths < columns).any())
@@ -46,7 +42,7 @@ class KeyValues:
             self._prompt = shifted(self._prompt, prefixes.length)
             if self.cache is not None:
                 prefixes.fill(self.cache, len(padding.lengths), part.dtype)
-        self.columns = 0
+        self.columns = 0  # number of tokens of each row so far, including padding
 
     @property
     def length(self) -> int:

@@ -38,17 +38,11 @@ _NEUTRAL = {"embedding_multiplier": 1.0, "embedding_scale": 1.0, "embedding_drop
 
 @dataclass(frozen=True)
 class Partition:
-    """The number of blocks of each party.
+    """The number of blocks of each party."""
 
-    Attributes:
-        blocks: Number of blocks of the whole model.
-        head: Number of blocks at the client after the embedding.
-        tail: Number of blocks at the client before the output head.
-    """
-
-    blocks: int
-    head: int
-    tail: int
+    blocks: int  # number of blocks of the whole model
+    head: int  # number of blocks at the client after the embedding
+    tail: int  # number of blocks at the client before the output head
 
     def range_of(self, party: PartyName) -> range:
         """Return the indices of a party's blocks in the whole model."""

@@ -86,10 +86,6 @@ class Evaluation:
             only cached texts.
         max_cached_tokens: Number of padded tokens of the largest batch of cached texts, prefixes
             and new tokens included.
-
-    Attributes:
-        choosing: Whether a selected model is not ready yet. Any thread may set it.
-        answered: Number of micro-batches whose output was sent. Any thread may increment it.
     """
 
     def __init__(
@@ -100,8 +96,9 @@ class Evaluation:
         max_cached_tokens: int,
     ) -> None:
         self.state = State.JOINING
-        self.choosing = False
-        self.answered = 0
+        # Any thread may change these two attributes.
+        self.choosing = False  # whether a selected model is not ready yet
+        self.answered = 0  # number of micro-batches whose output was sent
         self._models = columns_before
         self._window = window
         self._longest = longest

@@ -56,9 +56,8 @@ TENSOR_OF_KIND = {Kind.HIDDEN: "hidden", Kind.GRADIENT: "gradient"}
 class Frame:
     """One message of a lane.
 
-    Attributes:
-        tensors: Tensors by name, on the CPU if received. ``hidden`` and ``gradient`` have shape
-            (rows, columns, hidden); ``lengths``, if present, has shape (rows,).
+    Received tensors are on the CPU. ``hidden`` and ``gradient`` have shape (rows, columns, hidden);
+    ``lengths``, if present, has shape (rows,).
     """
 
     kind: Kind
@@ -90,34 +89,29 @@ class Frame:
 class Padding:
     """The padding of a micro-batch, which is sent instead of a mask.
 
-    Attributes:
-        side: Side of the padding in each row. Padding on the right needs no mask, because causal
-            attention ignores it. Generation pads on the left.
-        lengths: (rows,) int64, number of tokens of each row without padding.
+    Padding on the right needs no mask, because causal attention ignores it. Generation pads on the
+    left.
     """
 
     side: Literal["right", "left"]
-    lengths: torch.Tensor
+    lengths: torch.Tensor  # (rows,) int64, number of tokens of each row without padding
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits on the frames of a lane, which both sides know before it is opened.
 
-    Attributes:
-        payload_bytes: Maximum payload by kind, in bytes. The default is 64 KiB, except for
-            ``AVERAGE``, which is not allowed by default, and for ``HIDDEN`` and ``GRADIENT``, whose
-            limit follows from ``maximum_tokens``.
-        maximum_columns: Maximum number of columns of a ``HIDDEN`` or ``GRADIENT`` frame, because
-            time and memory of attention grow with its square; None means ``maximum_tokens``.
+    The default of ``payload_bytes`` is 64 KiB, except for ``AVERAGE``, which is not allowed by
+    default, and for ``HIDDEN`` and ``GRADIENT``, whose limit follows from ``maximum_tokens``. Their
+    columns are limited, because time and memory of attention grow with the square of the columns.
     """
 
     hidden: int  # width of the hidden states
     wire_dtype: WireType  # type of hidden states and gradients, in both directions
     maximum_tokens: int  # maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame
-    payload_bytes: Mapping[Kind, int] = field(default_factory=dict)
+    payload_bytes: Mapping[Kind, int] = field(default_factory=dict)  # maximum payload by kind
     window: int = 4  # maximum number of micro-batches in flight
-    maximum_columns: int | None = None
+    maximum_columns: int | None = None  # None means ``maximum_tokens``
 
     @property
     def queue_bytes(self) -> int:

@@ -26,11 +26,6 @@ class StandingInvitation(BaseModel):
     """Everything that a client needs to use a served model, including a confidential secret.
 
     The invitation becomes invalid when it expires or the server stops.
-
-    Attributes:
-        digests: Digests of the base model's tensors that the client needs, as far as the server
-            has these tensors.
-        models: Digest of each model's body adapters, by name of the model; see ``body_digest``.
     """
 
     model_config = ConfigDict(
@@ -51,14 +46,14 @@ class StandingInvitation(BaseModel):
     secret: bytes = Field(min_length=SECRET_BYTES, max_length=SECRET_BYTES, repr=False)
     expires: AwareDatetime
     model: str  # name of the base model at the server
-    digests: dict[str, str]
+    digests: dict[str, str]  # of the base model's tensors that the client needs and the server has
     blocks: PositiveInt  # number of blocks of the whole model
     head_blocks: _Count
     tail_blocks: _Count
     wire_dtype: WireType
     max_tokens: PositiveInt  # maximum padded tokens of a batch of prompts and answers
     max_prompt_length: PositiveInt  # maximum length of a prompt in tokens
-    models: dict[str, str]
+    models: dict[str, str]  # digest of the body adapters, by name of the model; see ``body_digest``
 
     @field_validator("address")
     @classmethod

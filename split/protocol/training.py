@@ -114,20 +114,14 @@ class State(Enum):
 
 
 class TrainingRound:
-    """State machine that checks a client's frames. Don't call ``receive`` concurrently.
-
-    Attributes:
-        plan: The client's plan; before the client has joined, the largest plan that is allowed.
-        credits: Maximum number of the client's micro-batches in flight.
-        answered: Number of micro-batches of the step whose output was sent; any thread may set it.
-        returned: Number of micro-batches of the step whose gradient has arrived.
-    """
+    """State machine that checks a client's frames. Don't call ``receive`` concurrently."""
 
     def __init__(self, largest: RoundPlan, limits: RoundLimits) -> None:
         self.state = State.JOINING
-        self.plan = largest
-        self.credits = 0
-        self.answered = self.returned = 0
+        self.plan = largest  # the client's plan; until it has joined, the largest that is allowed
+        self.credits = 0  # maximum number of the client's micro-batches in flight
+        self.answered = 0  # number of this step's micro-batches whose output was sent; any thread
+        self.returned = 0  # number of this step's micro-batches whose gradient has arrived
         self._limits = limits
         self._longest = 0
         self._step = 0

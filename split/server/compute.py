@@ -42,17 +42,15 @@ class JobOwner(Protocol):
 class Job:
     """A computation that the compute thread runs.
 
-    Attributes:
-        tokens: Number of padded tokens that the job takes from the activation budget. The owner
-            must return them with ``release``, even if the job failed.
-        queued: Time at which the job was queued, on the thread's clock.
+    A job takes ``tokens`` padded tokens from the activation budget. The owner must return them with
+    ``release``, even if the job failed.
     """
 
     owner: JobOwner
     priority: Priority
     run: Callable[[], None]
     tokens: int = 0
-    queued: float = 0.0
+    queued: float = 0.0  # time at which the job was queued, on the thread's clock
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:

@@ -29,34 +29,22 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass
 class Account:
-    """Resources that a client's lane has used at the server.
-
-    Attributes:
-        purpose: ``train`` or ``evaluate``.
-        tokens: Number of padded tokens of all forward passes.
-        bytes_up: Number of bytes from the client, on the wire.
-        seconds_computing: Time of the lane's jobs; on a GPU, only until their work is enqueued.
-        seconds_queued: Time that jobs waited for the compute thread.
-        seconds: Time from the handshake to the end of the lane.
-        resumed: Number of times that the lane was cut and resumed.
-        capped: Number of times that a value of the client was capped (``split.share-cap``).
-        error: Reason why the lane ended early; empty if it did not.
-    """
+    """Resources that a client's lane has used at the server."""
 
     client: str
-    purpose: str
+    purpose: str  # ``train`` or ``evaluate``
     steps: int = 0
-    tokens: int = 0
-    bytes_up: int = 0
+    tokens: int = 0  # number of padded tokens of all forward passes
+    bytes_up: int = 0  # number of bytes from the client, on the wire
     bytes_down: int = 0
-    seconds_computing: float = 0.0
-    seconds_queued: float = 0.0
+    seconds_computing: float = 0.0  # of the lane's jobs; on a GPU, only until work is enqueued
+    seconds_queued: float = 0.0  # time that jobs waited for the compute thread
     seconds_crypto: float = 0.0
     seconds_serialisation: float = 0.0
-    seconds: float = 0.0
-    resumed: int = 0
-    capped: int = 0
-    error: str = ""
+    seconds: float = 0.0  # time from the handshake to the end of the lane
+    resumed: int = 0  # number of times that the lane was cut and resumed
+    capped: int = 0  # number of times that a value of the client was capped (``split.share-cap``)
+    error: str = ""  # reason why the lane ended early; empty if it did not
 
 
 class Session:
