@@ -77,17 +77,11 @@ def open_lane(
         resume_timeout=math.inf,
         replace_after_bytes=replace_after_bytes,
     )
-    connection = _dial_until(
-        lane=lane,
-        invitation=invitation,
-        deadline=deadline,
-        patience=patience,
-        retry_seconds=retry_seconds,
-        busy_until=deadline if busy_until is None else busy_until,
-    )
+    dialler = _Dialler(lane, invitation, deadline, retry_seconds)
+    connection = dialler.dial(patience, deadline if busy_until is None else busy_until)
     keeper = threading.Thread(
-        target=_keep_open,
-        args=(lane, invitation, connection, deadline, resume_timeout, retry_seconds),
+        target=dialler.keep_open,
+        args=(connection, resume_timeout),
         name=f"lane {invitation.identity.node}",
         daemon=True,
     )
@@ -108,43 +102,60 @@ class _Connection:
     outgoing: SimpleQueue[Iterator[bytes] | None]
 
 
-def _keep_open(
-    lane: Lane,
-    invitation: Invitation,
-    connection: _Connection,
-    deadline: float,
-    resume_timeout: float,
-    retry_seconds: float,
-) -> None:
-    """Read the streams of a lane, and replace each one that was cut, until the lane ends."""
-    over = LaneDeadlineError("the lane's deadline has passed (round-timeout)")
-    # End the lane at the deadline even if this or other threads are waiting.
-    with time_limit(max(0.0, deadline - time.monotonic()), partial(lane.fail, over)):
+@dataclass
+class _Dialler:
+    """Opens the streams of one lane, one after another."""
+
+    lane: Lane
+    invitation: Invitation  # with the ticket for the next stream
+    deadline: float
+    retry_seconds: float
+
+    def keep_open(self, connection: _Connection, resume_timeout: float) -> None:
+        """Read the streams, and replace each one that was cut, until the lane ends."""
+        lane = self.lane
+        over = LaneDeadlineError("the lane's deadline has passed (round-timeout)")
+        # End the lane at the deadline even if this or other threads are waiting.
+        with time_limit(max(0.0, self.deadline - time.monotonic()), partial(lane.fail, over)):
+            while True:
+                opened = time.monotonic()
+                lane.read(connection.stream, connection.records)
+                connection.stream.release()
+                if lane.ended:
+                    return
+                if time.monotonic() >= self.deadline - self.retry_seconds:
+                    return lane.fail(over)
+                # The server has confirmed this stream, so its resumption ticket is valid.
+                self.invitation = replace(self.invitation, ticket=connection.stream.resumption)
+                _LOG.warning("%r was cut; opening another stream", lane)
+                if connection.stream.used_bytes < lane.replace_after_bytes:
+                    lane.wait_ended(opened + self.retry_seconds - time.monotonic())
+                try:
+                    connection = self.dial(resume_timeout)
+                except Exception as error:
+                    words = f"the lane was cut, and could not be resumed: {lane_error(error)}"
+                    return lane.fail(LaneCutError(words))
+                _attach(lane, connection)
+
+    def dial(self, patience: float, busy_until: float = 0.0) -> _Connection:
+        """Open a stream; after a failure, retry unless the lane has ended.
+
+        Raise the last error ``patience`` seconds after the call or, if the server answered before
+        ``busy_until`` that it is busy, ``patience`` seconds after the last such answer.
+        """
+        until = min(self.deadline, time.monotonic() + patience)
         while True:
-            opened = time.monotonic()
-            lane.read(connection.stream, connection.records)
-            connection.stream.release()
-            if lane.ended:
-                return
-            if time.monotonic() >= deadline - retry_seconds:
-                return lane.fail(over)
-            # The server has confirmed this stream, so its resumption ticket is valid.
-            invitation = replace(invitation, ticket=connection.stream.resumption)
-            _LOG.warning("%r was cut; opening another stream", lane)
-            if connection.stream.used_bytes < lane.replace_after_bytes:
-                lane.wait_ended(opened + retry_seconds - time.monotonic())
             try:
-                connection = _dial_until(
-                    lane=lane,
-                    invitation=invitation,
-                    deadline=deadline,
-                    patience=resume_timeout,
-                    retry_seconds=retry_seconds,
-                )
-            except Exception as error:
-                words = f"the lane was cut, and could not be resumed: {lane_error(error)}"
-                return lane.fail(LaneCutError(words))
-            _attach(lane, connection)
+                return _dial(self.invitation, self.lane.limits, self.deadline)
+            except LaneError as error:
+                now = time.monotonic()
+                if isinstance(error, LaneBusyError) and now + self.retry_seconds <= busy_until:
+                    until = max(until, min(busy_until, now + patience + self.retry_seconds))
+                if now + self.retry_seconds > until:
+                    raise
+                _LOG.debug("%r: %s; trying again", self.lane, error)
+            if self.lane.wait_ended(self.retry_seconds):
+                self.lane.check()
 
 
 def _attach(lane: Lane, connection: _Connection) -> None:
@@ -154,34 +165,6 @@ def _attach(lane: Lane, connection: _Connection) -> None:
     lane.attach(connection.stream)
     connection.outgoing.put(chain([confirmation], lane.messages(connection.stream)))
     connection.outgoing.put(None)
-
-
-def _dial_until(
-    lane: Lane,
-    invitation: Invitation,
-    deadline: float,
-    patience: float,
-    retry_seconds: float,
-    busy_until: float = 0.0,
-) -> _Connection:
-    """Open a stream; after a failure, retry every ``retry_seconds`` unless the lane has ended.
-
-    Raise the last error ``patience`` seconds after the call or, if the server answered before
-    ``busy_until`` that it is busy, ``patience`` seconds after the last such answer.
-    """
-    until = min(deadline, time.monotonic() + patience)
-    while True:
-        try:
-            return _dial(invitation, lane.limits, deadline)
-        except LaneError as error:
-            now = time.monotonic()
-            if isinstance(error, LaneBusyError) and now + retry_seconds <= busy_until:
-                until = max(until, min(busy_until, now + patience + retry_seconds))
-            if now + retry_seconds > until:
-                raise
-            _LOG.debug("%r: %s; trying again", lane, error)
-        if lane.wait_ended(retry_seconds):
-            lane.check()
 
 
 def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connection:
