@@ -72,19 +72,9 @@ def train_round(
 ) -> tuple[TrainingReport, OptimizerState]:
     """Train the adapter for one round.
 
-    Args:
-        model: Computes gradients.
-        parameters: The adapter's weights by name; changed in place.
-        examples: The client's training examples.
-        padding: The padding token.
-        local_round: Indices of each step's examples, and the round's position within the run.
-        settings: Optimizer, schedule and batch sizes.
-        penalty: The penalty to add to the loss.
-        optimizer_state: Optimizer state to continue from; None means a new optimizer.
-        description: Label of the progress bar.
-
-    Returns:
-        The report, and the optimizer's state after the last step.
+    The model computes gradients. ``parameters``, the adapter's weights by name, are changed in
+    place. The penalty, if any, is added to the loss. Training continues from the optimizer's state;
+    None means a new optimizer. Return the report, and the optimizer's state after the last step.
 
     Raises:
         DeadlineError: The deadline passed; the adapter contains the updates of the finished steps.

@@ -21,11 +21,7 @@ class KeyValues:
     is added to all positions, as in PEFT (FL-GLM section 3.1).
 
     Rows that end earlier than others are padded on the right; ignore the outputs at this padding.
-
-    Args:
-        part: Part with the adapter in use.
-        padding: Padding of the prompts, on the left.
-        columns: Number of columns of the prompts, including padding.
+    ``columns`` is the number of columns of the prompts, including their padding on the left.
     """
 
     def __init__(self, part: Part, padding: Padding, columns: int) -> None:

@@ -22,14 +22,9 @@ class Part:
     """One party's blocks, with any number of named adapters on the same frozen weights.
 
     The blocks may be spread over several devices. Adapter weights are on the device of their block.
-
-    Args:
-        model: The party's ``transformers`` model; see `split.model.loading.load_parts`.
-        party: The party.
-        partition: Number of blocks of each party.
-        digests: SHA-256 of each tensor that the model was loaded from, keyed by its name in the
-            checkpoint.
-        dtype: Data type that the frozen blocks compute in.
+    The frozen blocks compute in ``dtype``. ``digests`` contains the SHA-256 of each tensor that the
+    model was loaded from, keyed by its name in the checkpoint; see
+    `split.model.loading.load_parts`.
     """
 
     def __init__(

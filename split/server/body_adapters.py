@@ -38,12 +38,8 @@ class Activations:
 class BodyAdapters:
     """The body with one set of adapters. Only the compute thread uses it.
 
-    Args:
-        body: The frozen blocks, which all sets of adapters share.
-        name: Name of the adapters, unique within the body.
-        adapter: Kind, rank, scale, dropout and targets, or prefix length.
-        train: Settings of the optimizer.
-        state: Initial weights of the adapters, keyed by name in the whole model.
+    All sets of adapters share the frozen blocks, and each has a different name. ``state`` are the
+    initial weights of the adapters, keyed by name in the whole model.
     """
 
     def __init__(

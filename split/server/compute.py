@@ -78,8 +78,7 @@ def _first_with_tokens(waiting: Sequence[Job]) -> Job | None:
 class ComputeThread:
     """Thread that runs jobs one at a time, so that only one thread uses the body.
 
-    Args:
-        activation_budget: Maximum number of padded tokens whose activations are in memory at once.
+    Activations of at most ``activation_budget`` padded tokens are in memory at once.
     """
 
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:

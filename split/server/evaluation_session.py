@@ -33,14 +33,9 @@ class EvaluationSession(Session):
 
     The client may request independent forward passes, text generation for one batch of prompts at a
     time, or the computation of several endings for each text of a batch. The session caches the
-    body's keys and values of the current batch. See ``Session`` for the other arguments.
-
-    Args:
-        models: Body adapters of the models that the client may select.
-        body: The frozen blocks.
-        adapter: Kind, rank, scale and targets, or prefix length.
-        longest: Number of padded tokens of the largest micro-batch; 0 to allow only cached texts.
-        max_cached_tokens: Maximum number of padded tokens in the key-value cache.
+    body's keys and values of the current batch, of at most ``max_cached_tokens`` padded tokens. The
+    largest micro-batch has ``longest`` padded tokens; 0 allows only cached texts. See ``Session``
+    for the other arguments.
     """
 
     def __init__(

@@ -48,15 +48,11 @@ class Account:
 
 
 class Session:
-    """Base class for the server's side of one lane.
+    """Base class for the server's side of one lane, whose jobs the compute thread runs.
 
-    Args:
-        lane: Lane to the client, after the handshake.
-        purpose: ``train`` or ``evaluate``.
-        compute: Thread that runs the session's jobs.
-        split: Time limits for the client's next frame, in general and while other clients wait for
-            activation budget that the client occupies.
-        lifetime: Seconds from the client's invitation to the end of this phase of the round.
+    ``split`` contains time limits for the client's next frame, in general and while other clients
+    wait for activation budget that the client occupies. ``lifetime`` is the number of seconds from
+    the client's invitation to the end of this phase of the round.
     """
 
     def __init__(

@@ -28,12 +28,10 @@ from split.settings import SplitSettings
 
 
 class TrainingSession(Session):
-    """Session of one client's round of training; see ``Session`` for the other arguments.
+    """Session of one client's round of training, whose plan is at most ``largest``.
 
-    Args:
-        largest: The largest plan that the client may have.
-        schedule: Determines which of the body's adapters the client trains, and with which clients.
-        limits: Limits of the round.
+    The schedule determines the adapters and the clients that train together. See ``Session`` for
+    the other arguments.
     """
 
     def __init__(

@@ -29,13 +29,9 @@ _POLL_SECONDS = 1.0
 class Hierarchical:
     """Schedule with one set of adapters and one optimizer per client.
 
-    Args:
-        make_adapters: Function that returns a new set of body adapters with an optimizer.
-        compute: Thread that averages the body adapters.
-        state: Initial adapters of the body.
-        client_adapters: Adapters of the head and tail, whose names and shapes clients must keep.
-        split: Averaging period, and time limit for clients to wait for each other.
-        minimum: Minimum number of clients in a round that contains averages.
+    ``state`` are the initial adapters of the body, and ``client_adapters`` adapters of the head and
+    tail, whose names and shapes clients must keep. A round that contains averages has at least
+    ``minimum`` clients.
     """
 
     def __init__(

@@ -8,12 +8,9 @@ _POLL_SECONDS = 1.0
 
 
 class JoinBarrier:
-    """Barrier for the clients of a round.
+    """Barrier for the clients of a round, which wait for each other for ``timeout`` seconds.
 
-    Args:
-        changed: Condition that guards this object and its owner, and is notified of changes.
-        minimum: Minimum number of clients in a round.
-        timeout: Seconds that clients wait for each other.
+    The condition ``changed`` guards this object and its owner, and is notified of changes.
     """
 
     def __init__(self, changed: threading.Condition, minimum: int, timeout: float) -> None:
