@@ -27,7 +27,7 @@ class Plan:
     special_tokens: tuple[str, ...] = ()  # in order, after the vocabulary of ``tokenizer.model``
     first_tokens: tuple[str, ...] = ()  # special tokens that are prepended to each text
     tokenizer: Mapping[str, Any]  # arguments of the target's tokenizer
-    chat_template: str | None = None  # of the prompts that the model was trained with
+    chat_template: str | None = None  # Jinja template of the prompts in the model's training
     end_of_answer: tuple[str, ...] = ()  # additional special tokens that end a generated answer
     changes: tuple[str, ...] = ()  # the target's differences from the source, for its README.md
 

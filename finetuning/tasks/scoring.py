@@ -36,7 +36,7 @@ class Prepared:
     task: Task
     questions: Sequence[Question]
     candidates: list[list[Continuation]]  # of each question, if the task has candidates
-    prompts: list[torch.Tensor]  # (tokens,) int64 of each question, if it has no candidates
+    prompts: list[torch.Tensor]  # (tokens,) int64 each, if the task has no candidates
 
     @property
     def longest(self) -> tuple[int, str]:

@@ -14,9 +14,9 @@ class Lifetime:
     """Whether and why a lane has ended. Protected by the lock of the lane."""
 
     def __init__(self, resume_timeout: float) -> None:
-        self.error: LaneError | None = None  # that ended the lane; None while it is open
-        self.close_reason: str | None = None  # for the other end; None if the lane ends normally
-        self.ended_at = math.inf  # on ``time.monotonic``'s clock
+        self.error: LaneError | None = None  # error that ended the lane; None while it is open
+        self.close_reason: str | None = None  # error message for the other end; None for CLOSE
+        self.ended_at = math.inf  # time at which the lane ended, on ``time.monotonic``'s clock
         self._resume_timeout = resume_timeout  # seconds within which to replace a cut stream
         self._cut: LaneError = LaneCutError("no stream has been opened yet")
         self._cut_at = time.monotonic()

@@ -102,8 +102,8 @@ class Limits:
     """Limits on the frames of a lane, which both sides know before it is opened.
 
     The default of ``payload_bytes`` is 64 KiB, except for ``AVERAGE``, which is not allowed by
-    default, and for ``HIDDEN`` and ``GRADIENT``, whose limit follows from ``maximum_tokens``. Their
-    columns are limited, because time and memory of attention grow with the square of the columns.
+    default, and for ``HIDDEN`` and ``GRADIENT``, whose limit follows from ``maximum_tokens``. The
+    columns of these two are limited, because attention's time and memory grow with their square.
     """
 
     hidden: int  # width of the hidden states

@@ -120,8 +120,9 @@ class TrainingRound:
         self.state = State.JOINING
         self.plan = largest  # the client's plan; until it has joined, the largest that is allowed
         self.credits = 0  # maximum number of the client's micro-batches in flight
-        self.answered = 0  # number of this step's micro-batches whose output was sent; any thread
-        self.returned = 0  # number of this step's micro-batches whose gradient has arrived
+        # Numbers of the step's micro-batches whose output was sent, which any thread may set, and
+        # whose gradient has arrived.
+        self.answered = self.returned = 0
         self._limits = limits
         self._longest = 0
         self._step = 0

@@ -98,10 +98,10 @@ class BlockServer(Endpoint):
     def begin_round(self, examples: Mapping[str, int], seed: int, own: State | None = None) -> None:
         """Prepare for a round of training.
 
-        ``examples`` are the numbers of training examples, and weights in averages, of the clients
-        that will be invited, keyed by name. ``seed`` is the seed of the round's dropout in the
-        body; only ``client-batch`` uses it. ``own`` are the adapters of the head and tail that the
-        clients begin with, with which averaging compares the clients' adapters; None if nothing is
+        ``examples`` maps each client that will be invited to its number of training examples, which
+        is its weight in averages. ``seed`` is the seed of the round's dropout in the body; only
+        ``client-batch`` uses it. ``own`` are the adapters of the head and tail that the clients
+        begin with; averaging compares the clients' adapters with these. None means that nothing is
         averaged within the round.
         """
         self._examples = dict(examples)

@@ -37,7 +37,7 @@ class Account:
     tokens: int = 0  # number of padded tokens of all forward passes
     bytes_up: int = 0  # number of bytes from the client, on the wire
     bytes_down: int = 0
-    seconds_computing: float = 0.0  # of the lane's jobs; on a GPU, only until work is enqueued
+    seconds_computing: float = 0.0  # time of jobs; on a GPU, only until their work is enqueued
     seconds_queued: float = 0.0  # time that jobs waited for the compute thread
     seconds_crypto: float = 0.0
     seconds_serialisation: float = 0.0
