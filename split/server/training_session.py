@@ -30,7 +30,7 @@ from split.settings import SplitSettings
 class TrainingSession(Session):
     """Session of one client's round of training, whose plan is at most ``largest``.
 
-    The schedule determines the adapters and the clients that train together. See ``Session`` for
+    The schedule determines the body's adapters and the clients to train with. See ``Session`` for
     the other arguments.
     """
 
