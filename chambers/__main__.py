@@ -10,6 +10,7 @@ import click
 import typer
 
 from chambers.convert import Convert
+from chambers.endpoint.command import Api
 from chambers.errors import described
 from chambers.evaluate import Evaluate
 from chambers.experiment.command import Experimenting
@@ -55,6 +56,7 @@ _COMMANDS = {
     "evaluate": Evaluate,
     "generate": Generate,
     "serve": Serve,
+    "api": Api,
     "merge": Merge,
     "convert": Convert,
     "experiment": Experimenting,

@@ -82,6 +82,12 @@ class LaneModel:
         """Number of prefix positions before the tokens of each row."""
         return self._model.columns_before
 
+    def use(self, chosen: str, adapters: State | None) -> None:
+        """Select one of the server's models, with the client's part of its adapter."""
+        if chosen != self._chosen:
+            self._chosen, self._adapters = chosen, adapters
+            self._attempt(lambda: self._model.choose(chosen, adapters))
+
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""``chambers api``: an endpoint with OpenAI's API for fine-tuned models."""

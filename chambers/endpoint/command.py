@@ -1,0 +1,145 @@
+"""The command ``chambers api`` and its options."""
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from chambers.errors import CommandError, read_bytes
+from chambers.sources import (
+    AdapterOptions,
+    BaseModelOptions,
+    argument,
+    check_at_least_one,
+    option,
+)
+
+_BASE = "base"
+_MIN_KEY_LENGTH = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api(BaseModelOptions):
+    """Answer programs that use OpenAI's API, with a fine-tuned model.
+
+    Serve the base model as "base", and each adapter under the name of its folder:
+
+    \b
+      chambers api runs/…/adapters/global runs/…/adapters/clients/court
+      chambers api --model smollm2
+
+    With an invitation from chambers serve, the middle blocks are at a block server:
+
+    \b
+      chambers api --invitation court.json state/adapters/global
+
+    Programs use http://127.0.0.1:8000/v1 as the base URL. On other addresses than loopback, they
+    need the key in --key-file; the connection isn't encrypted, so put a proxy with TLS in front.
+    Neither prompts nor answers are logged or written to disk.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    adapters: Annotated[list[Path] | None, argument("[ADAPTER]…")] = None
+    invitation: Annotated[
+        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
+    ] = None
+    listen: Annotated[str, option("Address to listen on; default 127.0.0.1:8000.", "HOST:PORT")] = (
+        "127.0.0.1:8000"
+    )
+    key_file: Annotated[
+        Path | None, option("File with the key that requests must have.", "FILE")
+    ] = None
+    batch_size: Annotated[
+        int, option("Number of requests that are answered together; default 8.", "N")
+    ] = 8
+    queue: Annotated[
+        int, option("Number of requests that may wait; further ones are refused; default 64.", "N")
+    ] = 64
+    max_prompt_length: Annotated[
+        int, option("Maximum length of a prompt in tokens; default 4096.", "N")
+    ] = 4096
+    max_new_tokens: Annotated[
+        int, option("Maximum tokens per answer, and the default; default 1024.", "N")
+    ] = 1024
+
+    def __call__(self) -> int:
+        """Answer requests until SIGINT or SIGTERM."""
+        check_at_least_one(self, "batch_size", "queue", "max_prompt_length", "max_new_tokens")
+        key = self._key()
+        listener = self._listen(key)
+        with listener:
+            import uvicorn
+
+            from chambers.endpoint.answering import Answerer, Limits
+            from chambers.endpoint.routes import routes
+            from chambers.models import find
+            from finetuning.model.base_model import load_tokenizer
+
+            sources = {
+                name: find(self._options(folder), self.invitation)
+                for name, folder in self._folders().items()
+            }
+            limits = Limits(
+                batch_size=self.batch_size,
+                queue=self.queue,
+                max_prompt_length=self.max_prompt_length,
+                max_new_tokens=self.max_new_tokens,
+            )
+            tokenizer = load_tokenizer(next(iter(sources.values())).directory)
+            with Answerer(sources, tokenizer, limits) as answerer:
+                host, port = listener.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                print(f"models: {', '.join(sources)}")
+                print(f"answering at http://{shown}:{port}/v1", flush=True)
+                config = uvicorn.Config(
+                    routes(answerer, key),
+                    log_level="warning",
+                    access_log=False,
+                    timeout_graceful_shutdown=5,
+                )
+                uvicorn.Server(config).run(sockets=[listener])
+        return 0
+
+    def _folders(self) -> dict[str, Path | None]:
+        """Return the adapters' folders by name; "base" has none."""
+        folders: dict[str, Path | None] = {_BASE: None}
+        for folder in self.adapters or []:
+            name = folder.resolve().name
+            if name in folders:
+                raise CommandError(f"two models would be named {name}; copy {folder} elsewhere")
+            folders[name] = folder
+        # Without --model, the base model is found through an adapter's run.
+        return dict(sorted(folders.items(), key=lambda item: item[1] is None))
+
+    def _options(self, folder: Path | None) -> AdapterOptions:
+        options = AdapterOptions(
+            model=self.model, dtype=self.dtype, quantization=self.quantization, adapter=folder
+        )
+        options.check_folders()
+        return options
+
+    def _key(self) -> str | None:
+        if self.key_file is None:
+            return None
+        key = read_bytes(self.key_file).decode("ascii", errors="replace").strip()
+        if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable():
+            raise CommandError(
+                f"--key-file {self.key_file}: the key must have at least {_MIN_KEY_LENGTH} "
+                "printable ASCII characters; make one with: openssl rand -hex 32"
+            )
+        return key
+
+    def _listen(self, key: str | None) -> socket.socket:
+        host, _, port = self.listen.rpartition(":")
+        try:
+            address = ipaddress.ip_address(host.strip("[]"))
+            number = int(port)
+        except ValueError as error:
+            raise CommandError(f"--listen {self.listen}: must be IP_ADDRESS:PORT") from error
+        if key is None and not address.is_loopback:
+            raise CommandError(f"--listen {self.listen}: others can connect, so add --key-file")
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        try:
+            return socket.create_server((str(address), number), family=family)
+        except (OSError, OverflowError) as error:
+            raise CommandError(f"--listen {self.listen}: {error}") from error

@@ -1,0 +1,125 @@
+"""Replies in the form of OpenAI's API: whole, or in chunks."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from chambers.endpoint.answering import Piece
+
+
+class Reply(ABC):
+    """A reply that is built from the pieces of an answer."""
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, model: str, tokenizer: Any, prompt_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_tokens = prompt_tokens
+        self._pieces: list[Piece] = []
+        self._about = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece of the answer."""
+        self._pieces.append(piece)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the reply after the last piece."""
+        text = "".join(piece.text for piece in self._pieces)
+        choice = self._content(text) | self._end(self._pieces, self._pieces[-1].finish_reason)
+        return self._about | {"object": self.kind, "choices": [choice], "usage": self._usage()}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """Add a piece, and return its chunk."""
+        first = not self._pieces
+        self.add(piece)
+        choice = self._delta(piece.text, first) | self._end([piece], piece.finish_reason)
+        return self._about | {"object": self.chunk_kind, "choices": [choice]}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk with the numbers of tokens, which follows the last piece."""
+        return self._about | {"object": self.chunk_kind, "choices": [], "usage": self._usage()}
+
+    def _end(self, pieces: list[Piece], reason: str | None) -> dict[str, Any]:
+        known = [p for p in pieces if p.token is not None and p.log_probability is not None]
+        logprobs = self._logprobs(known) if known else None
+        return {"index": 0, "logprobs": logprobs, "finish_reason": reason}
+
+    def _usage(self) -> dict[str, int]:
+        # The token that ends an answer was generated too.
+        new = len(self._pieces)
+        total = self._prompt_tokens + new
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": total,
+        }
+
+    def _token(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+    @abstractmethod
+    def _content(self, text: str) -> dict[str, Any]:
+        """Return the answer's text in a whole reply."""
+
+    @abstractmethod
+    def _delta(self, text: str, first: bool) -> dict[str, Any]:
+        """Return a piece's text in a chunk."""
+
+    @abstractmethod
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens."""
+
+
+class ChatReply(Reply):
+    """The next message of a conversation."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _delta(self, text: str, first: bool) -> dict[str, Any]:
+        return {"delta": ({"role": "assistant"} if first else {}) | {"content": text}}
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+        return {
+            "content": [
+                self._alternative(piece.token or 0, piece.log_probability or 0.0)
+                | {"top_logprobs": [self._alternative(*each) for each in piece.likeliest]}
+                for piece in pieces
+            ]
+        }
+
+    def _alternative(self, token: int, log_probability: float) -> dict[str, Any]:
+        text = self._token(token)
+        return {"token": text, "logprob": log_probability, "bytes": [*text.encode()]}
+
+
+class CompletionReply(Reply):
+    """The continuation of a text."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, text: str, first: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+        texts = [self._token(piece.token or 0) for piece in pieces]
+        return {
+            "tokens": texts,
+            "token_logprobs": [piece.log_probability for piece in pieces],
+            "top_logprobs": [
+                {self._token(token): value for token, value in piece.likeliest} for piece in pieces
+            ],
+            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+        }

@@ -1,0 +1,255 @@
+"""The HTTP routes of the endpoint: models, chat completions and completions."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from chambers.endpoint.answering import Answerer, BusyError, Piece, Request
+from chambers.endpoint.replies import ChatReply, CompletionReply
+from chambers.endpoint.requests import Chat, Completion
+from finetuning.data.prompts import parse_prompt, tokenize_prompts
+from finetuning.data.rows import Row
+from finetuning.errors import UserError
+
+_INVALID = "invalid_request_error"
+_MAX_BODY = 4 * 2**20
+# Seconds between checks whether the client is still connected.
+_CHECK_SECONDS = 0.5
+
+
+class ApiError(Exception):
+    """An error that the client receives in the form of OpenAI's API."""
+
+    def __init__(self, status: int, message: str, kind: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"message": message, "type": kind, "param": parameter, "code": None}
+
+
+def routes(answerer: Answerer, key: str | None) -> Starlette:
+    """Return the application; with a key, requests without it are refused."""
+    endpoint = _Endpoint(answerer, key)
+    # Without a key, only this machine's names are accepted: a web page whose name is made to point
+    # to loopback must not be able to ask.
+    hosts = ["*"] if key else ["localhost", "127.0.0.1", "[::1]"]
+    return Starlette(
+        routes=[
+            Route("/v1/models", endpoint.models),
+            Route("/v1/models/{name}", endpoint.model),
+            Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
+            Route("/v1/completions", endpoint.completion, methods=["POST"]),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http},
+    )
+
+
+async def _refuse(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse({"error": error.body}, error.status)
+
+
+async def _refuse_http(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = ApiError(error.status_code, error.detail, _INVALID).body
+    return JSONResponse({"error": body}, error.status_code)
+
+
+@dataclass
+class _Endpoint:
+    answerer: Answerer
+    key: str | None
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    async def models(self, http: HttpRequest) -> Response:
+        """List the models."""
+        self._authenticate(http)
+        data = [self._described(name) for name in self.answerer.sources]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """Describe a model."""
+        self._authenticate(http)
+        return JSONResponse(self._described(self._known(http.path_params["name"])))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Answer a conversation."""
+        wanted = await self._read(http, Chat)
+        turns = [{"role": turn.role, "content": turn.text} for turn in wanted.messages]
+
+        def prompt() -> torch.Tensor:
+            row = Row(parse_prompt({"messages": turns}), "messages", {})
+            return tokenize_prompts([row], self.answerer.tokenizer)[0]
+
+        return await self._respond(http, wanted, "messages", prompt, ChatReply)
+
+    async def completion(self, http: HttpRequest) -> Response:
+        """Continue a text."""
+        wanted = await self._read(http, Completion)
+
+        def prompt() -> torch.Tensor:
+            ids = self.answerer.tokenizer(wanted.prompt)["input_ids"]
+            return torch.tensor(ids, dtype=torch.int64)
+
+        return await self._respond(http, wanted, "prompt", prompt, CompletionReply)
+
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "chambers"}
+
+    def _authenticate(self, http: HttpRequest) -> None:
+        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
+            raise ApiError(401, "the API key is missing or wrong", "authentication_error")
+
+    def _known(self, name: str) -> str:
+        if name not in self.answerer.sources:
+            names = ", ".join(self.answerer.sources)
+            raise ApiError(404, f"there is no such model; models: {names}", _INVALID, "model")
+        return name
+
+    async def _read(self, http: HttpRequest, form: type[Any]) -> Any:
+        self._authenticate(http)
+        # Web pages of other origins can't send this type without permission.
+        if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise ApiError(415, "the content type must be application/json", _INVALID)
+        body = bytearray()
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > _MAX_BODY:
+                raise ApiError(413, f"the request is larger than {_MAX_BODY} bytes", _INVALID)
+        try:
+            wanted = form.model_validate_json(bytes(body))
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            name = ".".join(str(part) for part in problem["loc"]) or None
+            text = f"{name}: {problem['msg']}" if name else problem["msg"]
+            raise ApiError(400, text, _INVALID, name) from error
+        self._known(wanted.model)
+        return wanted
+
+    async def _respond(
+        self,
+        http: HttpRequest,
+        wanted: Any,
+        parameter: str,
+        prompt: Callable[[], torch.Tensor],
+        form: type[ChatReply | CompletionReply],
+    ) -> Response:
+        pieces = await self._submit(wanted, parameter, prompt)
+        reply = form(wanted.model, self.answerer.tokenizer, pieces.prompt_tokens)
+        if not wanted.stream:
+            async for piece in pieces.until_disconnected(http):
+                reply.add(piece)
+            return JSONResponse(reply.whole())
+        # The first piece is awaited here, so that an error has its own status.
+        first = await anext(aiter(pieces))
+        usage = wanted.stream_options is not None and wanted.stream_options.include_usage
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                yield _event(reply.chunk(first))
+                if first.finish_reason is None:
+                    async for piece in pieces:
+                        yield _event(reply.chunk(piece))
+                if usage:
+                    yield _event(reply.usage_chunk())
+                yield "data: [DONE]\n\n"
+            except ApiError as error:
+                yield _event({"error": error.body})
+            finally:
+                pieces.cancel()
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def _submit(
+        self, wanted: Any, parameter: str, prompt: Callable[[], torch.Tensor]
+    ) -> "_Pieces":
+        limit = self.answerer.limits.max_new_tokens
+        if (wanted.most or 0) > limit:
+            raise ApiError(
+                400, f"max_tokens = {wanted.most}: at most {limit}", _INVALID, "max_tokens"
+            )
+        pieces = _Pieces(asyncio.get_running_loop())
+        try:
+            tokens = await asyncio.to_thread(prompt)
+            request = Request(
+                model=wanted.model,
+                prompt=tokens,
+                max_tokens=wanted.most or limit,
+                emit=pieces.emit,
+                temperature=1.0 if wanted.temperature is None else wanted.temperature,
+                top_p=1.0 if wanted.top_p is None else wanted.top_p,
+                seed=wanted.seed,
+                stop=wanted.stops,
+                likeliest=wanted.likeliest,
+            )
+            self.answerer.check(request)
+            self.answerer.submit(request)
+        except UserError as error:
+            raise ApiError(400, str(error), _INVALID, parameter) from error
+        except BusyError as error:
+            raise ApiError(429, str(error), "rate_limit_error") from error
+        pieces.prompt_tokens, pieces.cancel = len(tokens), request.cancelled.set
+        return pieces
+
+
+class _Pieces:
+    """The pieces of one answer, passed from the answering thread to the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self.prompt_tokens = 0
+        self.cancel: Callable[[], None] = lambda: None
+
+    def emit(self, piece: Piece | Exception) -> None:
+        """Add a piece or an error; called in the answering thread."""
+        with suppress(RuntimeError):  # the event loop is closed: the endpoint is stopping
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while True:
+            piece = await self._queue.get()
+            if isinstance(piece, UserError):
+                raise ApiError(503, str(piece), "server_error") from piece
+            if isinstance(piece, Exception):
+                raise ApiError(500, f"the answer failed ({type(piece).__name__})", "server_error")
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+    async def until_disconnected(self, http: HttpRequest) -> AsyncIterator[Piece]:
+        """Yield the pieces; cancel the request if its client disconnects."""
+
+        async def watch() -> None:
+            while not await http.is_disconnected():
+                await asyncio.sleep(_CHECK_SECONDS)
+            self.cancel()
+            self.emit(ClientDisconnect())
+
+        watching = asyncio.create_task(watch())
+        try:
+            async for piece in self:
+                yield piece
+        finally:
+            watching.cancel()
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
