@@ -45,12 +45,7 @@ _TOLERANCE = 0.05
 
 
 def devices_of(kind: str) -> dict[str, Any]:
-    """Return the devices of clients and server, as settings of a `Job`.
-
-    Raises:
-        SystemExit: There is no GPU.
-
-    """
+    """Return the devices of clients and server, as settings of a `Job`; exit if there is no GPU."""
     if kind == "cpu":
         return {"client_device": "cpu", "server_device": "cpu"}
     if not torch.cuda.is_available():

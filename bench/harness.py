@@ -55,12 +55,7 @@ class Worker:
         return self._pool.submit(_call, method, arguments)
 
     def ask(self, method: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Call a method of the object, and return its result.
-
-        Raises:
-            TimeoutError: There is no result after 15 minutes.
-
-        """
+        """Call a method of the object; return its result, which may take 15 minutes at most."""
         return self.submit(method, *arguments).result(ANSWER_SECONDS)
 
     def __enter__(self) -> "Worker":

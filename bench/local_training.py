@@ -166,12 +166,7 @@ def as_row(example: Example) -> dict[str, torch.Tensor]:
 
 
 def compare(job: Job) -> list[str]:
-    """Run the pairs of steps, and return a row of the table.
-
-    Raises:
-        SystemExit: The losses of a step differ.
-
-    """
+    """Run the pairs of steps, and return a row of the table; exit if losses of a step differ."""
     examples = make_examples(job)
     steps = trainer_steps(examples, _SETTINGS.batch_size * _SETTINGS.accumulation, job.steps)
     callback = Alternation(load_whole(job), examples, steps)

@@ -94,12 +94,7 @@ class MeasuredServer:
         return self._server.invite()
 
     def finish(self) -> dict[str, int]:
-        """End the round, and return byte counts by name.
-
-        Raises:
-            SystemExit: A lane failed.
-
-        """
+        """End the round, and return byte counts by name; exit if a lane failed."""
         errors = [account["error"] for account in self._server.finish() if account["error"]]
         if errors:
             raise SystemExit(errors[0])

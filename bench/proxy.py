@@ -14,13 +14,9 @@ _AT_ONCE = 2**20  # maximum bytes to read at once
 
 
 class Proxy:
-    """A proxy in a thread of this process.
+    """A proxy in a thread of this process, for the server at ``address`` (host:port).
 
-    Args:
-        address: Address of the server, as host:port.
-        delay: Delay each way, in seconds.
-        gigabits: Rate each way, in Gbit/s.
-
+    ``delay`` is in seconds, and the rate ``gigabits`` in Gbit/s, each way.
     """
 
     def __init__(self, address: str, delay: float, gigabits: float) -> None:

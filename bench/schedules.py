@@ -96,12 +96,7 @@ def start(
 
 
 def check(whole: Whole, sides: Sequence[Split], tolerance: float) -> None:
-    """Compare the first losses of the whole model and of client-batch.
-
-    Raises:
-        SystemExit: The losses differ.
-
-    """
+    """Exit if the first losses of the whole model and of client-batch differ."""
     for side in sides:
         difference = abs(side.losses[0] - whole.losses[0])
         if side.name == "client-batch" and not difference <= tolerance:

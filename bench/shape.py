@@ -33,11 +33,9 @@ class Shape:
         return 4 * self.tokens * self.micro_batches * self.hidden * 2
 
     def save(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the model with random weights; embedding and output head are separate tensors.
+        """Write the model with random weights; exit if the disk has too little space.
 
-        Raises:
-            SystemExit: The disk has too little space.
-
+        Embedding and output head are separate tensors.
         """
         from transformers import AutoModelForCausalLM, LlamaConfig, logging
 

@@ -58,9 +58,7 @@ class Server:
 def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabulary: int) -> Table:
     """Generate with all models in turn, and compare all others with the first.
 
-    Raises:
-        SystemExit: A model's tokens differ from those of the first model.
-
+    Exit if a model's tokens differ from those of the first model.
     """
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(3, vocabulary, (_ROWS, _PROMPT), generator=generator)

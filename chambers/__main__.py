@@ -131,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 on success, 1 if a run or a check failed or standard output was closed,
         2 if the command was refused or a file can't be accessed, 130 after an interruption.
-
     """
     name = "chambers"
     try:

@@ -55,10 +55,7 @@ class Seen:
 def look(directory: Path, coordinator: Path | None = None) -> Seen:
     """Read a run's folder and, if given, the proxy's log in the coordinator's folder.
 
-    Raises:
-        OSError: A file can't be read.
-        ValueError: A file is malformed.
-
+    Raise ``OSError`` if a file can't be read, or ``ValueError`` if one is malformed.
     """
     config = json.loads((directory / "config.json").read_bytes())
     if not (isinstance(config, dict) and {"strategy", "rounds"} <= config.keys()):

@@ -34,12 +34,8 @@ def simulate(
     that differ from the app's run config. Flower's files are written to ``home``, and the log to
     ``results`` if the run has no folder. With ``verbose``, the log is printed too.
 
-    Returns:
-        The exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted.
-
-    Raises:
-        CommandError: Flower's SuperLink could not be started or queried.
-
+    Return the exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted. Raise
+    ``CommandError`` if Flower's SuperLink could not be started or queried.
     """
     # On SIGTERM and SIGHUP, also end the processes of the run, which are in other sessions.
     interrupt_at_end()

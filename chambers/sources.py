@@ -104,10 +104,7 @@ class AdapterOptions(BaseModelOptions):
         """Return the settings of the base model from the options or, by default, from the run.
 
         ``offered`` is the model's name at another party, used if the run's isn't on this machine.
-
-        Raises:
-            CommandError: No base model is named, or the named one isn't on this machine.
-
+        Raise ``CommandError`` if no base model is named, or the named one isn't on this machine.
         """
         config: Mapping[str, Any] = run.config if run else {}
         known = [config.get("model.name"), offered, adapter.base if adapter else ""]

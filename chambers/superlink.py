@@ -55,11 +55,8 @@ class SuperLink:
 def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]:
     """Start a SuperLink on a free local port; on exit, end it and all its processes.
 
-    ``home``, created if missing, is FLWR_HOME. Unless ``simulated``, SuperNodes can connect.
-
-    Raises:
-        CommandError: The SuperLink doesn't start; the message contains the end of its log.
-
+    ``home``, created if missing, is FLWR_HOME. Unless ``simulated``, SuperNodes can connect. Raise
+    ``CommandError``, with the end of the SuperLink's log, if the SuperLink doesn't start.
     """
     home.mkdir(parents=True, exist_ok=True)
     port, mark = free_port(), uuid.uuid4().hex
@@ -126,13 +123,8 @@ def run_app(
     the number of simulated SuperNodes, which share the actors (by default, each has its own); the
     actors share the GPUs. If ``supernodes`` is None, connected SuperNodes take part.
 
-    Returns:
-        ``"finished:completed"``, or the status of a run that did not complete, followed by a colon
-        and the reason.
-
-    Raises:
-        CommandError: The SuperLink doesn't report how the run ended.
-
+    Return ``"finished:completed"``, or the status of a run that did not complete, followed by a
+    colon and the reason. Raise ``CommandError`` if the SuperLink doesn't report how the run ended.
     """
     config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
     config.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")

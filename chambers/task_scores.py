@@ -38,11 +38,8 @@ def measure(
     """Score models one after another on tasks' questions; models and tasks are keyed by name.
 
     With an encoder, BERTScore also scores generated answers. ``scores`` receives each task's scores
-    as soon as they are computed.
-
-    Raises:
-        UserError: A question is too long, or a model can't be used.
-
+    as soon as they are computed. Raise ``UserError`` if a question is too long, or a model can't be
+    used.
     """
     prepared = {name: _prepare(options, source, questions) for name, source in sources.items()}
     for model_name, source in sources.items():

@@ -53,10 +53,8 @@ def open_institution(
 ) -> Institution:
     """Read and tokenize a client's data; cache the result per client until a file changes.
 
-    Raises:
-        DataError: The data is missing or malformed.
-        BaseModelError: The base model can't be found.
-
+    Raise ``DataError`` if the data is missing or malformed, or ``BaseModelError`` if the base model
+    can't be found.
     """
     items = tuple(sorted(node.items()))
     institution = _open(config, items, base_model)

@@ -69,7 +69,6 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
         WorkerEndedError: The worker ended after receiving the message.
         FailedInWorkerError: The message's handler raised an exception.
         TimeoutError: The worker didn't answer within the time that the server waits.
-
     """
     with connected_worker(path) as connection:
         try:

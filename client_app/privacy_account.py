@@ -62,10 +62,8 @@ class PrivacyAccount:
     def spend(self, steps: PrivateSteps, about: Mapping[str, Any]) -> float:
         """Record steps before they are trained; return the total ε including them.
 
-        Raises:
-            PolicyError: ε would exceed the policy's limit; the steps are not recorded.
-            AuditError: The account can't be written.
-
+        Raise ``PolicyError``, without recording the steps, if ε would exceed the policy's limit, or
+        ``AuditError`` if the account can't be written.
         """
         spent = 0.0
 

@@ -116,7 +116,6 @@ def open_site(message: Message, context: Context, instruction: SignedInstruction
         AuthenticationError: The signed content is malformed; or the policy requires a signature,
             but the message has none that is valid for this site and time, or is a replay.
         AuditError: The message can't be recorded.
-
     """
     site = _site_of(message, context)
     try:
@@ -132,7 +131,6 @@ def record_malformed(message: Message, context: Context, error: AuthenticationEr
     Raises:
         PolicyError: See `open_site`.
         AuditError: The refusal can't be recorded.
-
     """
     _site_of(message, context).record("refused", problem=str(error))
 

@@ -156,11 +156,8 @@ class Worker:
 def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
     """Listen on a socket that only this user or, if ``shared``, also the socket's group can use.
 
-    Raises:
-        WorkerError: The folder is writable by every user, another worker is listening, or the path
-            is not a socket.
-        OSError: The socket can't be created.
-
+    Raise ``WorkerError`` if the folder is writable by every user, another worker is listening, or
+    the path is not a socket; or ``OSError`` if the socket can't be created.
     """
     refuse_open_folder(path)
     try:

@@ -261,12 +261,8 @@ class RunConfig(Section):
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     """Validate Flower's flat run configuration: scalars keyed by ``section.name``.
 
-    Missing keys get their default values.
-
-    Raises:
-        ConfigError: The configuration is invalid; the message names every unknown key and every
-            invalid value, with the allowed values.
-
+    Missing keys get their default values. If the configuration is invalid, raise ``ConfigError``,
+    which names every unknown key and every invalid value, with the allowed values.
     """
     fields = {key: field for key, field, _ in leaves(RunConfig())}
     mistakes = [_unknown(key, value, fields) for key, value in values.items() if key not in fields]

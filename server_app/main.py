@@ -98,12 +98,9 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
 def first_adapter(config: RunConfig, base: Path, with_initial: bool = True) -> tuple[State, Any]:
     """Return the global adapter before round 1, and its PEFT configuration.
 
-    A resumed run doesn't need to read ``initial-adapter``.
-
-    Raises:
-        AdapterError: ``initial-adapter`` can't be used.
-        BaseModelError: The adapter settings are incompatible with the base model.
-
+    A resumed run doesn't need to read ``initial-adapter``. Raise ``AdapterError`` if
+    ``initial-adapter`` can't be used, or ``BaseModelError`` if the adapter settings are
+    incompatible with the base model.
     """
     seed = derive_seed("adapter", config.seed)
     state, peft_config = initial_adapter(

@@ -43,10 +43,7 @@ class ClientSummary:
 def write_report(directory: Path) -> Path:
     """Write ``report.html`` to a run's folder, based on its metrics and configuration.
 
-    Raises:
-        ValueError: The metrics or the configuration are malformed.
-        OSError: A file can't be read or written.
-
+    Raise ``ValueError`` if the metrics or the configuration are malformed.
     """
     config = json.loads((directory / "config.json").read_bytes())
     html = _render(read_events(directory / METRICS), config)

@@ -60,7 +60,6 @@ def exchange(
         array_bytes: Expected size of the arrays in a reply, in bytes.
         on_poll: Function to call each time all clients have been polled.
         patience_seconds: Time to wait for a reply before polling the other clients.
-
     """
     sent = list(messages)
     end = time.monotonic() + timeout * turns(grid, len(sent))

@@ -58,7 +58,6 @@ def reason_to_refuse(
         reference: Required names and shapes of the arrays; None for a reply without arrays.
         minimum: Smallest allowed value in the arrays.
         answers: Maximum number of generated answers that the reply may contain for each model.
-
     """
     return (
         problem_of(reply)
@@ -80,7 +79,6 @@ def reason_to_refuse_registration(
         taken: Names of other clients.
         assigned: Name that the coordinator registered for the SuperNode's key; may be empty.
         fingerprint: Digests of the tensors that clients must have; empty digests are unknown.
-
     """
     if problem := problem_of(reply):
         return problem

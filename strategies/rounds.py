@@ -86,7 +86,6 @@ class Rounds(Strategy):
             RefusedError: At least one client can't take part.
             TooFewClientsError: There are fewer clients or valid replies than ``min-nodes``.
             NotFiniteError: Most clients report that the global adapter is unusable.
-
         """
         with self._prepared(grid, initial_arrays) as arrays:
             return self._run(grid=grid, arrays=arrays, num_rounds=num_rounds, timeout=timeout)
@@ -145,10 +144,8 @@ class Rounds(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the valid replies' adapters by data size (Eq. 2), with capped sizes and updates.
 
-        Raises:
-            TooFewClientsError: There are fewer valid replies than ``min-nodes``.
-            NotFiniteError: Most clients report that the global adapter is unusable.
-
+        Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes``, or
+        ``NotFiniteError`` if most clients report that the global adapter is unusable.
         """
         with self._collected(replies, self._reference) as collected:
             for name, reason in self._unfinished(list(collected.metrics)).items():
@@ -231,11 +228,8 @@ class Rounds(Strategy):
     ) -> MetricRecord | None:
         """Record each client's metrics; return the averages weighted by data size.
 
-        Raises:
-            TooFewClientsError: After the last round, there are fewer valid replies than
-                ``min-nodes``.
-            NotFiniteError: Most clients report that the global adapter is unusable.
-
+        Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes`` after the
+        last round, or ``NotFiniteError`` if most clients report that the adapter is unusable.
         """
         expected = self._reference if self._evaluation(server_round).importance else None
         # A negative J would push weights away from the global weights.

@@ -60,10 +60,7 @@ class Decoder(nn.Module):
     def forward(self, seen: Tensor, padding: Tensor) -> Tensor:
         """Return logits over the vocabulary, (rows, columns, tokens of the vocabulary).
 
-        Args:
-            seen: (rows, columns, features).
-            padding: (rows, columns) bool, true for padding.
-
+        ``seen`` is (rows, columns, features); ``padding`` (rows, columns) bool, true for padding.
         """
         scaled = (seen - self._mean) / self._deviation
         if self._block is None:
@@ -87,13 +84,8 @@ def train_decoder(
 ) -> Decoder:
     """Train a decoder on the colluding client's hidden states and tokens.
 
-    Args:
-        seen: (tokens, features) of each text.
-        texts: (tokens,) int64 of each text.
-        kind: Kind of the decoder.
-        seed: Seed of the initial weights and of the order of the texts.
-        passes: Number of passes over the texts.
-
+    ``seen`` contains (tokens, features) of each text, and ``texts`` (tokens,) int64 of each. The
+    seed determines the initial weights and the order of the texts in each of the ``passes``.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = torch.unique(torch.cat(list(texts)))

@@ -22,13 +22,9 @@ def invert(
 ) -> list[Tensor]:
     """Return the reconstructed tokens of each text.
 
-    Args:
-        head: The public head.
-        beginning: Tokens that all texts begin with, (known,) int64.
-        received: (tokens, hidden) of each text, after the known beginning.
-        steps: Number of steps of Adam.
-        seed: Seed of the initial embeddings.
-
+    All texts begin with the tokens ``beginning``, (known,) int64. ``received`` contains (tokens,
+    hidden) of each text, after the known beginning. Adam makes ``steps`` steps; ``seed`` determines
+    the initial embeddings.
     """
     head.train(False)
     table = head.model.get_input_embeddings().weight.detach().float()

@@ -52,7 +52,6 @@ class PublicHead:
             wire: Wire type, which determines the rounding.
             noise: The client's noise, which the attacker can estimate from a known beginning.
             most: Number of most similar candidates to try per token, in addition to frequent ones.
-
         """
         cache = self._start()
         tokens = []

@@ -88,11 +88,8 @@ def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
     """Read the texts of two clients from BoolQ, at most ``count`` rows of each part.
 
     The folder has SuperGLUE's ``train.jsonl`` and ``val.jsonl``. The first half of the training
-    rows belongs to the colluding client, the second half to the attacked client.
-
-    Raises:
-        DataError: Rows are missing or malformed; the message names file, line and reason.
-
+    rows belongs to the colluding client, the second half to the attacked client. Raise
+    ``DataError``, which names file, line and reason, if rows are missing or malformed.
     """
     training = _boolq(folder / "train.jsonl")
     half = len(training) // 2

@@ -19,11 +19,8 @@ def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
     """Carry out a run in this process unless it has completed; return its folder.
 
     An interrupted run continues from its last checkpoint. ``config`` is the run config without
-    ``output-dir`` and ``state-path``; ``folder`` is the experiment's folder.
-
-    Raises:
-        CommandError: The run failed.
-
+    ``output-dir`` and ``state-path``; ``folder`` is the experiment's folder. Raise ``CommandError``
+    if the run fails.
     """
     directory = folder / "runs" / run.name
     before = _folders(directory)
@@ -71,12 +68,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def check_settings(run: Run, folder: Path) -> None:
-    """Record the settings of a new run.
-
-    Raises:
-        CommandError: The run's folder is from a run with different settings.
-
-    """
+    """Record a new run's settings; raise ``CommandError`` if its folder has different ones."""
     directory = folder / "runs" / run.name
     file = directory / "settings.json"
     if not file.is_file():

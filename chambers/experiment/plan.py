@@ -106,12 +106,7 @@ class Run:
 
 
 def read_experiment(file: Path) -> Experiment:
-    """Read the file of an experiment.
-
-    Raises:
-        CommandError: The file can't be read or is not TOML, or a key is wrong.
-
-    """
+    """Read an experiment's file; raise ``CommandError`` if it is unreadable or a key is wrong."""
     try:
         return Experiment.model_validate(tomllib.loads(read_bytes(file).decode()))
     except ValidationError as error:

@@ -34,9 +34,7 @@ def group_name(variant: str, client: str) -> str:
 def client_names(config: RunConfig) -> list[str]:
     """Return the names of the clients with data of their own; empty if they share a data set.
 
-    Raises:
-        CommandError: The data are neither generated matters nor files.
-
+    Raise ``CommandError`` if the data are neither generated matters nor files.
     """
     if config.data.path:
         return [folder.name for folder in client_folders(Path(config.data.path).expanduser())]
@@ -50,10 +48,7 @@ def client_names(config: RunConfig) -> list[str]:
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
     """Return at most ``count`` held-out questions for each client (the first ones of a file).
 
-    Raises:
-        CommandError: A client has no held-out rows.
-        DataError: Rows are malformed.
-
+    Raise ``CommandError`` if a client has no held-out rows, or ``DataError`` if rows are malformed.
     """
     names = client_names(config)
     if config.data.path:

@@ -53,9 +53,7 @@ def interval(values: BySeed) -> Interval:
 def difference(values: BySeed, others: BySeed) -> Interval:
     """Return the mean difference of two models, paired by seed and question.
 
-    Raises:
-        ValueError: The models have different numbers of seeds or questions.
-
+    Raise ``ValueError`` if the models have different numbers of seeds or questions.
     """
     if [len(each) for each in values] != [len(each) for each in others]:
         raise ValueError("only values of the same seeds and questions can be paired")

@@ -37,10 +37,8 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
     and optionally ``reference`` and ``id``, or those that ``chambers generate --output`` writes.
     Rows of different files are matched by id or, without ids, by question.
 
-    Raises:
-        CommandError: A file can't be read, a row is malformed, or files have different questions;
-            the message names the file and the line.
-
+    Raise ``CommandError``, which names the file and the line, if a file can't be read, a row is
+    malformed, or files have different questions.
     """
     by_model = {model: _read(file) for model, file in files.items()}
     first_model, first = next(iter(by_model.items()))

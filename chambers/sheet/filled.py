@@ -15,10 +15,7 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
     """Return the number of a filled-in sheet's annotator, and the scores by id and criterion.
 
     The file is CSV with columns ``id``, ``usefulness`` and ``fluency``; other columns are ignored.
-
-    Raises:
-        CommandError: The sheet doesn't match the key or isn't complete; the message lists errors.
-
+    Raise ``CommandError``, which lists errors, if the sheet doesn't match the key or is incomplete.
     """
     scores: dict[str, dict[str, int]] = {}
     problems = list(_read_scores(file, key, scores))

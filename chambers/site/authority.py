@@ -42,11 +42,8 @@ class Authority:
     def issue(self, folder: Path, names: Sequence[str], days: int) -> x509.Certificate:
         """Write a server's certificate with a new key to ``server.pem`` and ``server.key``.
 
-        The certificate is valid for the host names and addresses in ``names``.
-
-        Raises:
-            CommandError: The authority would expire before the certificate.
-
+        The certificate is valid for the host names and addresses in ``names``. Raise
+        ``CommandError`` if the authority would expire before the certificate.
         """
         now = datetime.now(UTC)
         end = now + timedelta(days=days)
@@ -81,9 +78,7 @@ class Authority:
 def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
     """Read the authority in the folder or, if there is none, create one for ``new_days`` days.
 
-    Raises:
-        CommandError: A file is missing or invalid, or the key doesn't match the certificate.
-
+    Raise ``CommandError`` if a file is missing or invalid, or the key isn't the certificate's.
     """
     file = folder / AUTHORITY
     key_file = file.with_suffix(".key")
@@ -121,9 +116,7 @@ def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
 def check_names(names: Sequence[str]) -> list[str]:
     """Return the names followed by the loopback names, without duplicates.
 
-    Raises:
-        CommandError: There are no names, or a name is neither a host name nor an address.
-
+    Raise ``CommandError`` if there are none, or one is neither a host name nor an address.
     """
     if not names:
         raise CommandError("--name is missing: give the host name of the proxy")

@@ -44,9 +44,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def get(address: str, path: str, authority: Path) -> Answer:
     """Send a GET request over TLS; ``authority`` is a file of trusted certificates.
 
-    Raises:
-        CommandError: No server with this name answered over TLS.
-
+    Raise ``CommandError`` if no server with this name answers over TLS.
     """
     host, port = host_and_port(address)
     read_certificate(authority)

@@ -25,10 +25,8 @@ def open_instructions(folder: Path) -> Path:
 def check_instructions(folder: Path) -> str:
     """Check the key pair; return a description.
 
-    Raises:
-        CommandError: A file is missing or invalid, the keys don't match, or other users can read
-            the private key.
-
+    Raise ``CommandError`` if a file is missing or invalid, the keys don't match, or other users can
+    read the private key.
     """
     file, public = folder / KEY, folder / PUBLIC
     try:

@@ -20,11 +20,8 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
     """Ask a SuperLink whether a node key is registered.
 
     The function requests activation with an invalid heartbeat interval. The SuperLink always
-    refuses this request; its error code depends on whether the key is registered.
-
-    Raises:
-        CommandError: There is no response, or it contains neither of the two error codes.
-
+    refuses this request; its error code depends on whether the key is registered. Raise
+    ``CommandError`` if there is no response, or it contains neither of the two error codes.
     """
     public = key.public_key()
     client = FleetHttpClient.from_server_address(

@@ -28,11 +28,8 @@ class Report:
     ) -> bool:
         """Run a check, and print the description that it returns or the error that it raises.
 
-        The check fails if it raises ``OSError`` or a ``UserError`` other than ``AdviceError``.
-
-        Returns:
-            Whether the check has passed.
-
+        Return whether the check has passed: it fails if it raises ``OSError`` or a ``UserError``
+        other than ``AdviceError``.
         """
         try:
             print(f"ok   {check(*arguments, **keywords)}", flush=True)
