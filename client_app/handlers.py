@@ -18,7 +18,7 @@ from client_app.audit import describe
 from client_app.evaluation import Evaluation
 from client_app.institution import Institution, open_institution
 from client_app.policy import check_institution
-from client_app.site import Site, open_site, record_malformed
+from client_app.site import Site, open_site
 from client_app.state import ClientState
 from client_app.task import Metrics, Task
 from federation.answers import ANSWERS, answers_record
@@ -81,44 +81,26 @@ def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
 
     @wraps(handler)
     def handle(message: Message, context: Context) -> Message:
+        instruction: SignedInstruction | AuthenticationError | None
         try:
             instruction = SignedInstruction.of(message)
         except AuthenticationError as error:
-            return _refusal(message, context, error)
-        reply = _reply_of_site(handler, message, context, instruction)
-        if instruction:
+            instruction = error
+        try:
+            site = open_site(message, context, instruction)
+            try:
+                reply = handler(message, context, site)
+            except Exception as error:
+                reply = _problem(message, context, error)
+            if site.policy:
+                site.record("reply", **describe(message, reply))
+        except UserError as error:
+            reply = _problem(message, context, error)
+        if isinstance(instruction, SignedInstruction):
             instruction.authenticate(reply)
         return reply
 
     return handle
-
-
-def _reply_of_site(
-    handler: Callable[[Message, Context, Site], Message],
-    message: Message,
-    context: Context,
-    instruction: SignedInstruction | None,
-) -> Message:
-    try:
-        site = open_site(message, context, instruction)
-        try:
-            reply = handler(message, context, site)
-        except Exception as error:
-            reply = _problem(message, context, error)
-        if site.policy:
-            site.record("reply", **describe(message, reply))
-    except UserError as error:
-        return _problem(message, context, error)
-    return reply
-
-
-def _refusal(message: Message, context: Context, malformed: AuthenticationError) -> Message:
-    """Record that a signed instruction is malformed, and reply with the reason."""
-    try:
-        record_malformed(message, context, malformed)
-    except UserError as error:
-        return _problem(message, context, error)
-    return _problem(message, context, malformed)
 
 
 def _problem(message: Message, context: Context, error: Exception) -> Message:

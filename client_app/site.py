@@ -1,6 +1,6 @@
 """Apply an institution's policy to a message, and record the message in the audit log."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any
@@ -10,10 +10,10 @@ from flwr.common import log
 
 from client_app import policy as checks
 from client_app.audit import AuditLog
-from client_app.authenticity import authenticate, check_fresh
 from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
 from federation.authentication import AuthenticationError, SignedInstruction
+from federation.instruction_keys import read_public_key
 from federation.messages import Instruction, InstructionError
 from federation.node_config import check_keys, is_simulation
 from federation.run_config import RunConfig, Scalar
@@ -105,10 +105,13 @@ class Site:
             AuditLog(self.policy.audit_file).append({"event": event, **self.about, **facts})
 
 
-def open_site(message: Message, context: Context, instruction: SignedInstruction | None) -> Site:
+def open_site(
+    message: Message, context: Context, instruction: SignedInstruction | AuthenticationError | None
+) -> Site:
     """Read the policy named in the SuperNode's configuration, and authenticate the message.
 
-    The content of a signed instruction replaces the content of the message.
+    ``instruction`` is the message's signed instruction, or the error if that is malformed. Its
+    content replaces the content of the message.
 
     Raises:
         PolicyError: The named policy, or its public key, is missing or malformed, or the
@@ -117,32 +120,19 @@ def open_site(message: Message, context: Context, instruction: SignedInstruction
             but the message has none that is valid for this site and time, or is a replay.
         AuditError: The message can't be recorded.
     """
-    site = _site_of(message, context)
-    try:
-        return _opened(site, message, context, instruction)
-    except AuthenticationError as error:
-        site.record("refused", problem=str(error))
-        raise
-
-
-def record_malformed(message: Message, context: Context, error: AuthenticationError) -> None:
-    """Record that a message was refused because its signed instruction is malformed.
-
-    Raises:
-        PolicyError: See `open_site`.
-        AuditError: The refusal can't be recorded.
-    """
-    _site_of(message, context).record("refused", problem=str(error))
-
-
-def _site_of(message: Message, context: Context) -> Site:
-    """Read the site's policy, and note the client's name and the message's kind."""
     node = context.node_config
     check_keys(node)
     # Flower uses the same handler for "train" and "train.default".
     kind = message.metadata.message_type.partition(".")[0]
     about = {"client": str(node.get("name", "")), "kind": kind}
-    return Site(_policy_of(node), about, is_simulation(node))
+    site = Site(_policy_of(node), about, is_simulation(node))
+    try:
+        if isinstance(instruction, AuthenticationError):
+            raise instruction
+        return _opened(site, message, context, instruction)
+    except AuthenticationError as error:
+        site.record("refused", problem=str(error))
+        raise
 
 
 def _opened(
@@ -151,7 +141,12 @@ def _opened(
     """Authenticate and unpack a message; return the site with the message's run and round."""
     policy, about = site.policy, dict(site.about)
     if policy and policy.instruction_key:
-        authenticate(policy, message, context, instruction)
+        key = read_public_key(policy.instruction_key)
+        if instruction is None:
+            raise AuthenticationError(
+                "the instruction is not signed, but the site's policy requires it (instruction-key)"
+            )
+        instruction.verify(key, message, context.node_id, context.run_id)
     if instruction:
         message.content = instruction.content()
         digest = instruction.statement.digest
@@ -165,9 +160,35 @@ def _opened(
         run_id, time = context.run_id, instruction.statement.time
         AuditLog(policy.audit_file).append(
             {"event": "instruction", **about, "run-id": str(run_id), "signed": time},
-            check=lambda lines: check_fresh(about, run_id, time, lines),
+            check=lambda lines: _check_fresh(about, run_id, time, lines),
         )
     return replace(site, about=about)
+
+
+def _check_fresh(
+    about: Mapping[str, Any], run_id: int, time: float, lines: Iterable[Mapping[str, Any]]
+) -> None:
+    """Raise ``AuthenticationError`` if this or a newer instruction of the run was received before.
+
+    A resumed run repeats rounds, but with a different Flower run id (``run_id``). ``about``
+    contains the ``client``, ``nonce``, ``run`` (lineage) and ``round`` of the instruction; ``time``
+    is the Unix time of signing, in seconds; ``lines`` are the existing lines of the audit log.
+    """
+    for line in lines:
+        if line.get("event") != "instruction" or line.get("client") != about["client"]:
+            continue
+        if line.get("nonce") == about["nonce"]:
+            raise AuthenticationError("the instruction was received before")
+        if line.get("run") != about.get("run"):
+            continue
+        if line.get("signed", 0.0) > time:
+            raise AuthenticationError(
+                "the instruction was signed before one that was already received for the same run"
+            )
+        if line.get("run-id") == str(run_id) and line.get("round", 0) > about.get("round", 0):
+            raise AuthenticationError(
+                "the instruction is for an earlier round than one that was already received"
+            )
 
 
 def _policy_of(node: Mapping[str, Scalar]) -> SitePolicy | None:
