@@ -10,7 +10,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,6 @@ Curve = dict[int, float]  # values by round
 Looks = Mapping[str, tuple[str, str, str]]  # by client: colour, marker, marker as a character
 
 
-@dataclass(frozen=True)
-class ClientSummary:
-    """A client's latest held-out losses (nats per token) and ROUGE-L (0 to 1); None if unknown."""
-
-    client: str
-    base_loss: float | None
-    global_loss: float | None
-    personalised_loss: float | None
-    base_rouge: float | None
-    global_rouge: float | None
-    personalised_rouge: float | None
-
-
 def write_report(directory: Path) -> Path:
     """Write ``report.html`` to a run's folder, based on its metrics and configuration.
 
@@ -53,15 +39,7 @@ def write_report(directory: Path) -> Path:
     return report
 
 
-def summary_rows(events: Iterable[Event]) -> list[ClientSummary]:
-    """Return the latest losses and ROUGE-L of each client, sorted by client name."""
-    return [
-        ClientSummary(client, *(models[m].get(key) for key in ("loss", "rougeL") for m in MODELS))
-        for client, models in _latest(events).items()
-    ]
-
-
-def _latest(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
+def latest_values(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
     """Return the latest values by client and model, sorted by client name."""
     latest: dict[str, dict[str, Event]] = {}
     for event in events:
@@ -75,7 +53,7 @@ def _latest(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
 
 def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     """Render the page for the given events."""
-    latest = _latest(events)
+    latest = latest_values(events)
     looks = {client: _LOOKS[i % len(_LOOKS)] for i, client in enumerate(latest)}
     rounds = {event["round"]: event for event in events if event["event"] == "round"}
     plots = []

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from finetuning.files import filling, remove_unfinished, remove_whole, replacing
 from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
-from server_app.tensorboard_file import TensorBoardFile
 from split.protocol.errors import printable
 from strategies.journal import Progress
 
@@ -48,8 +48,12 @@ class Results:
         self._rounds: dict[str, int] = {}
         self._global_round = 0  # round of the saved global adapter
         self._metrics = directory / METRICS
-        with filling(directory):
-            self._tensorboard = TensorBoardFile(directory / "tensorboard")
+        self._tensorboard: Any = None
+        if find_spec("tensorboard"):  # optional, since the report contains the same numbers
+            from torch.utils.tensorboard import SummaryWriter
+
+            with filling(directory):
+                self._tensorboard = SummaryWriter(directory / "tensorboard")
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
         """Write the resolved config, the package versions and the base model's fingerprint."""
@@ -85,15 +89,12 @@ class Results:
             self._plot(event)
 
     def _plot(self, event: Mapping[str, Any]) -> None:
-        if event["event"] not in {"train", "evaluate"}:
+        if not self._tensorboard or event["event"] not in {"train", "evaluate"}:
             return
         prefix = "/".join(str(event[k]) for k in ("client", "event", "model") if k in event)
-        values = {
-            f"{prefix}/{key}": float(value)
-            for key, value in event.items()
-            if isinstance(value, int | float) and key != "round"
-        }
-        self._tensorboard.add(event["round"], values)
+        for key, value in event.items():
+            if isinstance(value, int | float) and key != "round":
+                self._tensorboard.add_scalar(f"{prefix}/{key}", value, event["round"])
 
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
@@ -150,8 +151,9 @@ class Results:
         save_checkpoint(self.directory, checkpoint)
         if progress.evaluated:
             self._publish(rounds)
-        with filling(self.directory):
-            self._tensorboard.flush()
+        if self._tensorboard:
+            with filling(self.directory):
+                self._tensorboard.flush()
         write_report(self.directory)
 
     def discard(self, round_number: int) -> None:
@@ -209,7 +211,8 @@ class Results:
     def close(self) -> None:
         """Flush and close the files; an error, such as a full disk, is only logged."""
         try:
-            self._tensorboard.close()
+            if self._tensorboard:
+                self._tensorboard.close()
         except OSError as error:
             log(WARNING, "TensorBoard's file can't be written: %s", error)
 

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -13,7 +13,7 @@ from rich.text import Text
 from federation.answers import MODELS
 from federation.run_folder import METRICS, Event, read_events
 from server_app.answers import questions
-from server_app.report import ClientSummary, summary_rows
+from server_app.report import latest_values
 from split.protocol.errors import printable
 
 _CHARACTERS = 80  # maximum length of a text in the terminal
@@ -27,7 +27,7 @@ def summary(directory: Path) -> str:
     matters = not config.get("data.path") and config.get("data.generated") == "matters"
     text = io.StringIO()
     console = Console(file=text, width=100, color_system=None)
-    for table in (*_answers(events, matters), _results(summary_rows(events))):
+    for table in (*_answers(events, matters), _results(latest_values(events))):
         console.print(table)
     report, adapters = directory / "report.html", directory / "adapters"
     trained = f"\nAdapters: {adapters}" if adapters.is_dir() else ""
@@ -51,9 +51,9 @@ def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
     return [table] if table.rows else []
 
 
-def _results(rows: Sequence[ClientSummary]) -> Table:
+def _results(latest: Mapping[str, Mapping[str, Event]]) -> Table:
     """Return the table of held-out losses per client and model, with ROUGE-L if known."""
-    scored = any(score is not None for row in rows for score in _scores(row))
+    scored = any("rougeL" in own for models in latest.values() for own in models.values())
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
     table = Table(title=f"{what} (each client's lowest loss is in brackets)", box=box.SIMPLE_HEAD)
     table.add_column("client")
@@ -61,20 +61,16 @@ def _results(rows: Sequence[ClientSummary]) -> Table:
         table.add_column(f"loss\n{model}", justify="right")
     for model in MODELS if scored else ():
         table.add_column(f"ROUGE-L\n{model}", justify="right")
-    for row in rows:
-        losses = [row.base_loss, row.global_loss, row.personalised_loss]
+    for client, models in latest.items():
+        losses = [models[model].get("loss") for model in MODELS]
         best = min((loss for loss in losses if loss is not None), default=None)
-        scores = _scores(row) if scored else []
+        scores = [models[model].get("rougeL") for model in MODELS] if scored else []
         table.add_row(
-            row.client,
+            client,
             *(_bracketed(loss, loss == best) for loss in losses),
             *("-" if score is None else f"{score:.3f}" for score in scores),
         )
     return table
-
-
-def _scores(row: ClientSummary) -> list[float | None]:
-    return [row.base_rouge, row.global_rouge, row.personalised_rouge]
 
 
 def _bracketed(loss: float | None, best: bool) -> str:

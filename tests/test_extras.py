@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from federation.run_config import RunConfig
 from federation.site_policy import PolicyError, read_policy
-from server_app.tensorboard_file import TensorBoardFile
+from server_app.results import Results
 from tests.chambers.conftest import refused
 
 POLICY = "[privacy]\nepsilon = 1.0\ndelta = 1e-5\n"
@@ -38,11 +39,11 @@ def test_the_table_of_an_evaluation_names_what_it_needs(without, capsys, tmp_pat
 
 def test_a_run_needs_no_tensorboard(without, tmp_path):
     def write(folder):
-        file = TensorBoardFile(folder)
-        file.add(1, {"court/train/loss": 2.0})
-        file.flush()
-        file.close()
-        return folder.exists()
+        folder.mkdir()
+        results = Results(folder, RunConfig(), "tiny", peft_config=None)
+        results.record({"event": "train", "round": 1, "client": "court", "loss": 2.0})
+        results.close()
+        return (folder / "tensorboard").exists()
 
     assert write(tmp_path / "with")
     without("tensorboard")

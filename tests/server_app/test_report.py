@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from federation.answers import MODELS
 from federation.run_folder import read_events
-from server_app.report import ClientSummary, summary_rows, write_report
+from server_app.report import latest_values, write_report
 from server_app.summary import summary
 
 CONFIG = {"strategy": "fedjudge-cl", "rounds": 3, "model.name": "tiny", "continual.lambda": 0.125}
@@ -265,15 +266,19 @@ def test_malformed_line_is_refused_with_its_place(run, line, last):
         write_report(path.parent)
 
 
-def test_summary_rows_are_the_last_known_values():
-    assert summary_rows(EVENTS) == [
-        ClientSummary(HOSTILE, 3.222, None, None, None, None, None),
-        ClientSummary("court", 3.111, 2.566, 2.655, 0.101, 0.202, 0.303),
+def test_the_last_known_values_are_kept():
+    def values(events):
+        return [
+            (client, *(models[model].get(key) for key in ("loss", "rougeL") for model in MODELS))
+            for client, models in latest_values(events).items()
+        ]
+
+    assert values(EVENTS) == [
+        (HOSTILE, 3.222, None, None, None, None, None),
+        ("court", 3.111, 2.566, 2.655, 0.101, 0.202, 0.303),
     ]
-    assert summary_rows([]) == []
-    assert summary_rows([train(1, "court", 2.0), {"event": "another"}]) == [
-        ClientSummary("court", *[None] * 6)
-    ]
+    assert values([]) == []
+    assert values([train(1, "court", 2.0), {"event": "another"}]) == [("court", *[None] * 6)]
 
 
 def test_lanes_are_summed_up_by_client(tmp_path):
