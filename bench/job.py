@@ -22,6 +22,7 @@ from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, Stages, train_round
+from finetuning.training.optimization import OptimizerState
 from split.client.connecting import connect
 from split.client.split_model import SplitModel
 from split.model.adapters import take_apart
@@ -98,25 +99,42 @@ def random_job(
         yield Job(Path(directory), shape, steps, examples, **settings)
 
 
-def train(
-    job: Job,
-    model: Stages,
-    parameters: Mapping[str, torch.nn.Parameter],
-    padding: int = 0,
-    chosen: slice = slice(None),
-) -> None:
-    """Train for the chosen steps of a job; all steps take the examples in order, cyclically."""
-    examples, size = job.examples(job), job.shape.rows * job.shape.micro_batches
-    order = [index % len(examples) for index in range(job.steps * size)]
-    steps = [order[first : first + size] for first in range(0, len(order), size)][chosen]
-    train_round(
-        model=model,
-        parameters=parameters,
-        examples=examples,
-        padding=padding,
-        local_round=LocalRound(steps, 0, job.steps, job.seed, time.monotonic() + LIFETIME),
-        settings=job.settings,
-    )
+class Course:
+    """A job's training, some steps at a time; steps take the examples in order, cyclically."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: Stages,
+        parameters: Mapping[str, torch.nn.Parameter],
+        padding: int = 0,
+    ) -> None:
+        self._job, self._examples = job, job.examples(job)
+        self._model, self._parameters, self._padding = model, parameters, padding
+        size = job.shape.rows * job.shape.micro_batches
+        order = [index % len(self._examples) for index in range(job.steps * size)]
+        self._steps = [order[first : first + size] for first in range(0, len(order), size)]
+        self._done = 0
+        self._state: OptimizerState | None = None
+        self.computing = 0.0  # CPU seconds of the threads that called ``train``
+
+    def train(self, count: int) -> list[float]:
+        """Train the next steps, and return their losses."""
+        job, started = self._job, time.thread_time()
+        steps = self._steps[self._done : self._done + count]
+        deadline = time.monotonic() + LIFETIME
+        report, self._state = train_round(
+            model=self._model,
+            parameters=self._parameters,
+            examples=self._examples,
+            padding=self._padding,
+            local_round=LocalRound(steps, self._done, job.steps, job.seed, deadline),
+            settings=job.settings,
+            optimizer_state=self._state,
+        )
+        self._done += count
+        self.computing += time.thread_time() - started
+        return report.losses
 
 
 def load_whole(job: Job) -> Any:

@@ -37,7 +37,7 @@ from contextlib import ExitStack
 from rich.table import Table
 
 from bench.harness import Worker, make_table, show
-from bench.job import Job, join, load_body, load_ends, open_model, random_job, train
+from bench.job import Course, Job, join, load_body, load_ends, open_model, random_job
 from bench.memory_use import Memory, SavedTensors, bytes_of
 from bench.parties import Server, Training
 from bench.shape import Shape
@@ -71,11 +71,12 @@ class Client:
         buffers = [b for part in ends.values() for b in part.model.buffers()]
         with open_model(ends, invitation, job, split) as model:
             join(model, job)
-            train(job, model, model.parameters, chosen=slice(None, -1))
+            course = Course(job, model, model.parameters)
+            course.train(job.steps - 1)
             peak = memory.peak()
             saved = SavedTensors(tensors)
             with saved.counting():
-                train(job, model, model.parameters, chosen=slice(-1, None))
+                course.train(1)
             model.end()
         layers = bytes_of(tensors + buffers)
         return {"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak}

@@ -1,14 +1,10 @@
 """The processes that train in measurements: the whole model, or a block server and its clients."""
 
-import math
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
-from queue import SimpleQueue
 from statistics import mean
 from typing import Any
 
@@ -17,6 +13,7 @@ import torch
 from bench.harness import ANSWER_SECONDS, Side, Worker
 from bench.job import (
     LIFETIME,
+    Course,
     Job,
     join,
     load_body,
@@ -24,13 +21,11 @@ from bench.job import (
     load_whole,
     open_model,
     serving,
-    train,
 )
 from bench.proxy import Proxy
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
-from finetuning.training.loop import Stages
+from split.client.split_model import SplitModel
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.tickets import Invitation
@@ -42,7 +37,6 @@ class Whole(Side):
 
     def __init__(self, stack: ExitStack, job: Job, cores: Collection[int]) -> None:
         self._worker = stack.enter_context(Worker(cores, Training, [job]))
-        self._worker.ask(Training.begin)
         super().__init__("centralised", [self._worker.pid])
 
     def step(self) -> float:
@@ -95,7 +89,8 @@ class Split(Side):
         """Run a turn until clients *and* server have finished it, and return the mean loss."""
         losses: list[float] = []
         for _ in range(self._steps_per_turn):
-            losses += self._ask_clients(Training.steps, *[1] * len(self._clients))
+            for own in self._ask_clients(Training.steps, *[1] * len(self._clients)):
+                losses += own
             self._server.ask(Server.settle)
         return mean(losses)
 
@@ -113,11 +108,11 @@ class Split(Side):
         clients = sum(client.ask(gpu_peak) for client in self._clients)
         return [clients, self._server.ask(gpu_peak)]
 
-    def _ask_clients(self, method: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
-        """Call a method in all clients' processes concurrently; join the lists it returns."""
+    def _ask_clients(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a method in all clients' processes concurrently; return the results."""
         calls = zip(self._clients, arguments, strict=True)
         answers = [client.submit(method, argument) for client, argument in calls]
-        return [each for answer in answers for each in answer.result(ANSWER_SECONDS)]
+        return [answer.result(ANSWER_SECONDS) for answer in answers]
 
 
 def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
@@ -137,97 +132,50 @@ class Training:
     """
 
     def __init__(self, jobs: Sequence[Job], split: SplitSettings | None = None) -> None:
-        self._runs: list[Callable[..., Any]]
+        self._jobs, self._split = jobs, split
+        self._threads = ThreadPoolExecutor(len(jobs))
         if split is None:
-            self._runs = [partial(_train_whole, load_whole(job), job) for job in jobs]
+            models = [load_whole(job) for job in jobs]
+            self._courses = [
+                Course(job, WholeModel(model), trainable_parameters(model))
+                for job, model in zip(jobs, models, strict=True)
+            ]
         else:
-            self._runs = [partial(_train_client, load_ends(job, split), job, split) for job in jobs]
+            self._ends = [load_ends(job, split) for job in jobs]
 
-    def begin(self, invitations: Sequence[Invitation | None] = (None,)) -> list[float]:
-        """Begin to train, each client with its own invitation; wait until all models are ready."""
-        pairs = zip(self._runs, invitations, strict=True)
-        self._turns = [_Turns(partial(run, invitation)) for run, invitation in pairs]
-        return [turns.end() for turns in self._turns]
+    def begin(self, invitations: Sequence[Invitation]) -> None:
+        """Let each client join the round with its own invitation."""
+        self._lanes = ExitStack()
+        self._models = list(self._threads.map(self._joined, self._ends, self._jobs, invitations))
+        self._courses = [
+            Course(job, model, model.parameters)
+            for job, model in zip(self._jobs, self._models, strict=True)
+        ]
+
+    def _joined(
+        self, ends: Mapping[PartyName, Part], job: Job, invitation: Invitation
+    ) -> SplitModel:
+        assert self._split is not None
+        model = self._lanes.enter_context(open_model(ends, invitation, job, self._split))
+        join(model, job)
+        return model
 
     def steps(self, count: int) -> list[float]:
         """Train ``count`` steps of each model, and return their mean losses."""
-        for turns in self._turns:
-            turns.start(count)
-        losses = [turns.end() for turns in self._turns]
+        losses = self._threads.map(lambda course: mean(course.train(count)), self._courses)
+        result = list(losses)
         _wait_for_gpus()
-        return losses
+        return result
 
     def accounts(self) -> list[dict[str, Any]]:
-        """Return each client's account of the round, after its last step."""
-        return [turns.result.result() for turns in self._turns]
-
-
-def _train_whole(peft_model: Any, job: Job, _: None, turns: "_Turns") -> None:
-    turns.train(WholeModel(peft_model), trainable_parameters(peft_model), job)
-
-
-def _train_client(
-    ends: Mapping[PartyName, Part],
-    job: Job,
-    split: SplitSettings,
-    invitation: Invitation,
-    turns: "_Turns",
-) -> dict[str, Any]:
-    with open_model(ends, invitation, job, split) as model:
-        join(model, job)
-        started = time.thread_time()
-        turns.train(model, model.parameters, job)
-        computing = time.thread_time() - started
-        model.end()
-    seconds = {"seconds_computing": computing, "seconds_waiting": model.seconds_waiting}
-    return asdict(model.lane.traffic) | seconds
-
-
-class _Turns:
-    """The stages of a model that ``run`` trains in a thread; they wait before each turn."""
-
-    def __init__(self, run: Callable[["_Turns"], Any]) -> None:
-        self._starts: SimpleQueue[int] = SimpleQueue()
-        self._ends: SimpleQueue[float] = SimpleQueue()
-        self._remaining = 0
-        self._losses: list[float] = []
-        self.result = ThreadPoolExecutor(1).submit(run, self)
-        self.result.add_done_callback(lambda _: self._end())
-
-    def train(self, stages: Stages, parameters: Mapping[str, torch.nn.Parameter], job: Job) -> None:
-        self._stages = stages
-        train(job, self, parameters)
-        self._end()
-
-    def start(self, steps: int) -> None:
-        self._starts.put(steps)
-
-    def end(self) -> float:
-        """Wait for a turn's end, and return its mean loss; the first call only awaits the start."""
-        loss = self._ends.get()
-        if self.result.done():
-            self.result.result()  # raises the error, if any, of the training
-        return loss
-
-    def _end(self) -> None:
-        self._ends.put(mean(self._losses or [math.nan]))
-        self._losses = []
-
-    @property
-    def columns_before(self) -> int:
-        return self._stages.columns_before
-
-    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        if not self._remaining:
-            self._end()
-            self._remaining = self._starts.get()
-        self._remaining -= 1
-        losses = self._stages.accumulate(batches, seed)
-        self._losses.append(sum(losses) / sum(len(batch.labels) for batch in batches))
-        return losses
-
-    def clip(self, maximum: float) -> float:
-        return self._stages.clip(maximum)
+        """End the round, and return each client's account of it."""
+        list(self._threads.map(SplitModel.end, self._models))
+        self._lanes.close()
+        return [
+            asdict(model.lane.traffic)
+            | {"seconds_computing": course.computing, "seconds_waiting": model.seconds_waiting}
+            for model, course in zip(self._models, self._courses, strict=True)
+        ]
 
 
 class Server:

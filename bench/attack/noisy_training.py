@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.job import LIFETIME, Job, join, load_body, load_ends, open_model, serving, train
+from bench.job import LIFETIME, Course, Job, join, load_body, load_ends, open_model, serving
 from bench.shape import Shape
 from finetuning.adapters.adapter import State
 from finetuning.data.tokenization import Example
@@ -85,7 +85,7 @@ def train_with_noise(
         server.begin_round({_CLIENT: len(training)}, seed)
         with lane(server.invite_to_train(_CLIENT, 1, seed, LIFETIME)) as model:
             join(model, job)
-            train(job, model, model.parameters, padding)
+            Course(job, model, model.parameters, padding).train(steps)
             own = {name: value.detach().clone() for name, value in model.parameters.items()}
         server.finish_lanes()
         adapter = join_adapters([own, server.end_round({_CLIENT: 1.0})])
