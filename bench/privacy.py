@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opacus.accountants.utils import get_noise_multiplier
 
 from bench.harness import make_table, show
 from chambers.in_process import InProcessGrid
 from client_app.fedjudge import base_model
 from client_app.institution import Institution, open_institution
-from client_app.privacy_account import PrivateSteps, private_steps
-from client_app.privacy_account import epsilon as spent_by
+from client_app.privacy_account import private_steps
 from federation.run_config import RunConfig, parse_run_config
 from federation.site_policy import PrivacyPolicy
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
@@ -88,12 +88,12 @@ def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
 def _least_noise(epsilon: float, config: RunConfig, rows: int) -> float:
     """Return the least σ such that a client's run spends at most ε."""
     steps = private_steps(PrivacyPolicy(), config.train, rows, config.rounds)
-    low, high = 0.1, 100.0
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        spent = spent_by([PrivateSteps(steps.sampling_rate, middle, steps.steps)], _DELTA)
-        low, high = (low, middle) if spent <= epsilon else (middle, high)
-    return high
+    return get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=_DELTA,
+        sample_rate=steps.sampling_rate,
+        steps=steps.steps,
+    )
 
 
 def _write_policy(file: Path, epsilon: float, noise: float) -> None:

@@ -4,12 +4,14 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from bench.attack.cells import Cell
 from chambers.experiment.pages import svg
 
 _BLUE, _RED, _GREY, _GREEN, _PURPLE = "#3f90da", "#bd1f01", "#717581", "#507a2d", "#832db6"
@@ -40,12 +42,9 @@ _LINES: Mapping[str, Mapping[str, Any]] = {
 }
 _LOSSES = {"loss_before": "base model", "loss_after": "trained"}
 _DEFAULTS = {
-    "head_blocks": 1,
-    "tail_blocks": 1,
-    "wire": "bfloat16",
-    "noise": 0.0,
-    "seen": "hidden states",
-    "tuned": False,
+    field.name: field.default
+    for field in fields(Cell)
+    if field.name not in {"data", "attack", "seed"}
 }
 _READ = ("decoder: ROUGE-1", "decoder: tokens read", "search: tokens read")
 Record = dict[str, Any]
