@@ -1,15 +1,27 @@
 """Collect and check the replies of one phase; record which clients are left out, and why."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from logging import WARNING
 
 from flwr.app import ArrayRecord, Message
 from flwr.common import log
 
+from federation.messages import LARGEST_METRIC, metrics_of, problem_of
+from strategies.journal import Journal
 from strategies.live_status import LiveStatus
-from strategies.not_finite import says_not_finite
 from strategies.participants import Participants, TooFewClientsError
+from strategies.refusals import NOT_FINITE
 from strategies.replies import Replies
+
+# Losses of the models that are the same at all clients.
+_LOSSES = ("base.loss", "global.loss")
+# Matches error messages of the training loop and of lanes about values that aren't finite.
+_NOT_FINITE = re.compile(r"\b(not finite|nan|inf|infinite)\b", re.IGNORECASE)
+
+
+class NotFiniteError(RuntimeError):
+    """Most clients report that the global adapter is unusable."""
 
 
 def collect(
@@ -33,7 +45,7 @@ def collect(
                 collected.add(sender.name, reply, has_arrays=reference is not None)
             else:
                 collected.left_out[sender.name] = reason
-                if says_not_finite(reply, reason):
+                if _says_not_finite(reply, reason):
                     collected.not_finite.append(sender.name)
             status.add(sender.name, reason)
         del reply  # release its memory before the next reply is pulled
@@ -41,6 +53,35 @@ def collect(
     collected.sort()
     for name, reason in collected.left_out.items():
         log(WARNING, "%s is left out: %s", name, reason)
+
+
+def _says_not_finite(reply: Message, reason: str) -> bool:
+    """Return whether a refused reply reports or contains values that aren't finite."""
+    if problem_of(reply) is not None:
+        return _NOT_FINITE.search(reason) is not None
+    metrics = metrics_of(reply)
+    losses = [metrics[name] for name in _LOSSES if isinstance(metrics.get(name), float)]
+    return any(not abs(loss) <= LARGEST_METRIC for loss in losses) or reason.endswith(NOT_FINITE)
+
+
+def require_finite(
+    journal: Journal, adapter_round: int, collected: Replies, asked: Collection[str]
+) -> None:
+    """Raise ``NotFiniteError`` if most clients report a global adapter as unusable.
+
+    The adapter's checkpoint is then deleted if an earlier checkpoint exists. A majority of the
+    clients ``asked`` is required, so that a minority can't reject an adapter. Valid replies of a
+    client that withholds metrics never report an unusable adapter.
+    """
+    if 2 * len(collected.not_finite) <= len(asked):
+        return
+    journal.discard(adapter_round)
+    raise NotFiniteError(
+        f"the global adapter after round {adapter_round} is unusable: losses or gradients are not "
+        f"finite numbers at {', '.join(sorted(collected.not_finite))}. Resume the run without the "
+        "clients that were scaled down or left out (metrics.jsonl), or start a new run with a "
+        "lower train.learning-rate"
+    )
 
 
 def require_enough(phase: str, collected: Replies, minimum: int) -> None:

@@ -50,14 +50,10 @@ def reason_to_refuse(
 ) -> str | None:
     """Return why a client's reply to a train or evaluate message can't be used, or None if it can.
 
-    Args:
-        reply: The reply.
-        name: Name that the client registered with.
-        examples: Number of training rows that the client registered with.
-        base: Digest of the run's base model.
-        reference: Required names and shapes of the arrays; None for a reply without arrays.
-        minimum: Smallest allowed value in the arrays.
-        answers: Maximum number of generated answers that the reply may contain for each model.
+    The client registered with ``name`` and the number ``examples`` of training rows; ``base`` is
+    the digest of the run's base model. ``reference`` contains the required names and shapes of the
+    arrays, or is None for a reply without arrays; ``minimum`` is their smallest allowed value. The
+    reply may contain at most ``answers`` generated answers for each model.
     """
     return (
         problem_of(reply)
@@ -73,12 +69,9 @@ def reason_to_refuse_registration(
 ) -> str | None:
     """Return why a client can't take part, given its reply to a query message, or None if it can.
 
-    Args:
-        reply: The reply.
-        name: Name in the reply.
-        taken: Names of other clients.
-        assigned: Name that the coordinator registered for the SuperNode's key; may be empty.
-        fingerprint: Digests of the tensors that clients must have; empty digests are unknown.
+    ``name`` is the name in the reply, ``taken`` the other clients' names, and ``assigned`` the name
+    that the coordinator registered for the SuperNode's key, if any. ``fingerprint`` has the digests
+    of the tensors that clients must have; empty digests are unknown.
     """
     if problem := problem_of(reply):
         return problem

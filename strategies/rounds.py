@@ -20,12 +20,11 @@ from federation.status import LaneStatus, Phase
 from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
-from strategies.collection import collect, reasons, require_enough
+from strategies.collection import collect, reasons, require_enough, require_finite
 from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
 from strategies.metrics import averages, evaluation_events, underscored
-from strategies.not_finite import require_finite
 from strategies.participants import Participants
 from strategies.replies import Replies
 from strategies.scaling import record_scaled

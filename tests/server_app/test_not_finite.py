@@ -8,7 +8,7 @@ import torch
 from chambers.in_process import InProcessGrid
 from federation.messages import METRICS, config_of
 from federation.resumption import checkpoint_files
-from strategies.not_finite import NotFiniteError
+from strategies.collection import NotFiniteError
 from strategies.participants import TooFewClientsError
 from tests.marks import nightly
 from tests.server_app.test_resume import events, final, run
