@@ -21,9 +21,8 @@ from chambers.sheet.make import Make
 from chambers.sheet.read import Read
 from chambers.site.certificates import Certificates
 from chambers.site.check import Check
-from chambers.site.key import Key
+from chambers.site.keys import Key, SigningKey
 from chambers.site.sign import Sign
-from chambers.site.signing_key import SigningKey
 from chambers.site.worker import Worker
 from chambers.status import Status
 from chambers.train import Train

@@ -10,6 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,19 @@ from markupsafe import Markup
 from federation.answers import MODELS
 from federation.run_folder import METRICS, Event, read_events
 from finetuning.files import replacing
-from server_app.answers import questions
 from server_app.page import PAGE
 
 Curve = dict[int, float]  # values by round
 Looks = Mapping[str, tuple[str, str, str]]  # by client: colour, marker, marker as a character
+
+
+@dataclass
+class Question:
+    """A held-out question of a client, with the models' answers."""
+
+    text: str
+    reference: str
+    answers: dict[str, str] = field(default_factory=dict)  # the latest answer of each model
 
 
 def write_report(directory: Path) -> Path:
@@ -49,6 +58,19 @@ def latest_values(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
             known = {key: value for key, value in event.items() if value is not None}
             models.get(event.get("model", ""), {}).update(known)
     return dict(sorted(latest.items()))
+
+
+def questions(events: Iterable[Event]) -> dict[str, list[Question]]:
+    """Return the questions of each client that sent answers, sorted by client name."""
+    found: dict[str, dict[tuple[str, str], Question]] = {}
+    for event in events:
+        if event["event"] == "answers":
+            own = found.setdefault(event["client"], {})
+            for answer in event["answers"]:
+                key = answer["question"], answer["reference"]
+                question = own.setdefault(key, Question(*key))
+                question.answers[event["model"]] = answer["text"]
+    return {client: list(own.values()) for client, own in sorted(found.items())}
 
 
 def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from federation.answers import MODELS
 from federation.run_folder import METRICS, Event, read_events
-from server_app.answers import questions
-from server_app.report import latest_values
+from server_app.report import latest_values, questions
 from split.protocol.errors import printable
 
 _CHARACTERS = 80  # maximum length of a text in the terminal

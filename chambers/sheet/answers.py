@@ -18,7 +18,7 @@ class Question:
     name: str  # the row's id, or the question itself
     text: str
     reference: str  # the expected answer; empty if there is none
-    answers: Mapping[str, str]  # keyed by model
+    answers: Mapping[str, str]  # keyed by model, or by id in a sheet
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from chambers.errors import CommandError, read_bytes
@@ -29,21 +29,14 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class SheetQuestion:
-    """A question and its answers, in random order, keyed by random ids; see ``Key``."""
-
-    number: int
-    text: str
-    reference: str
-    answers: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class Sheet:
-    """The sheet of an annotator: all questions in random order."""
+    """The sheet of an annotator: all questions in random order.
+
+    A question's answers are in random order, too, and keyed by random ids; see ``Key``.
+    """
 
     annotator: int
-    questions: tuple[SheetQuestion, ...]
+    questions: tuple[Question, ...]
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ def blind(
     rows: dict[str, KeyRow] = {}
     for annotator in range(1, annotators + 1):
         draw = random.Random(f"{seed} {annotator}")
-        own: list[SheetQuestion] = []
+        own: list[Question] = []
         for number, question in enumerate(draw.sample(questions, len(questions)), start=1):
             answers: dict[str, str] = {}
             for model in draw.sample(models, len(models)):
@@ -94,11 +87,7 @@ def blind(
                     annotator=annotator, number=number, question=question.name, model=model
                 )
                 answers[name] = question.answers[model]
-            own.append(
-                SheetQuestion(
-                    number=number, text=question.text, reference=question.reference, answers=answers
-                )
-            )
+            own.append(replace(question, answers=answers))
         sheets.append(Sheet(annotator, tuple(own)))
     return sheets, Key(seed, tuple(models), rows)
 

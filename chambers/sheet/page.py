@@ -109,7 +109,7 @@ answers are scored. <label class="load">To continue in another browser, load a s
 {% endfor %}
 </table>
 {% for question in sheet.questions %}
-<h2>Question {{ question.number }}</h2>
+<h2>Question {{ loop.index }}</h2>
 <p class="text">{{ question.text }}</p>
 {% if question.reference %}
 <details><summary>Reference answer</summary><p class="text">{{ question.reference }}</p></details>
@@ -150,10 +150,10 @@ def to_table(sheet: Sheet) -> str:
     text = io.StringIO()
     table: Any = csv.writer(text)
     table.writerow(["id", "number", "question", "reference", "answer", *CRITERIA])
-    for question in sheet.questions:
+    for number, question in enumerate(sheet.questions, start=1):
         given = [_plain(question.text), _plain(question.reference)]
         for name, answer in question.answers.items():
-            cells = [name, question.number, *given, _plain(answer)]
+            cells = [name, number, *given, _plain(answer)]
             table.writerow([*cells, *("" for _ in CRITERIA)])
     return text.getvalue()
 
