@@ -127,9 +127,8 @@ def _reason(error: UserError | OSError | RuntimeError) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments specify; by default, use those in ``sys.argv``.
 
-    Returns:
-        The exit status: 0 on success, 1 if a run or a check failed or standard output was closed,
-        2 if the command was refused or a file can't be accessed, 130 after an interruption.
+    Return the exit status: 0 on success, 1 if a run or a check failed or standard output was
+    closed, 2 if the command was refused or a file can't be accessed, 130 after an interruption.
     """
     name = "chambers"
     try:

@@ -113,12 +113,10 @@ def open_site(
     ``instruction`` is the message's signed instruction, or the error if that is malformed. Its
     content replaces the content of the message.
 
-    Raises:
-        PolicyError: The named policy, or its public key, is missing or malformed, or the
-            configuration has unknown keys.
-        AuthenticationError: The signed content is malformed; or the policy requires a signature,
-            but the message has none that is valid for this site and time, or is a replay.
-        AuditError: The message can't be recorded.
+    Raise ``PolicyError`` if the named policy, or its public key, is missing or malformed, or the
+    configuration has unknown keys. Raise ``AuthenticationError`` if the signed content is
+    malformed, or the policy requires a signature, but the message has none that is valid for this
+    site and time, or is a replay. Raise ``AuditError`` if the message can't be recorded.
     """
     node = context.node_config
     check_keys(node)

@@ -48,11 +48,11 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% for client, own in questions.items() %}
 {% if loop.first %}<h2>Answers to held-out questions</h2>{% endif %}
 
-{% for question in own %}
-<table class="texts"><caption>{{ name(client) }}: {{ question.text }}</caption>
-<tr><th scope="row">reference</th><td>{{ question.reference }}</td></tr>
-{% for model in models if model in question.answers %}
-<tr><th scope="row">{{ model }}</th><td>{{ question.answers[model] }}</td></tr>
+{% for (text, reference), answers in own.items() %}
+<table class="texts"><caption>{{ name(client) }}: {{ text }}</caption>
+<tr><th scope="row">reference</th><td>{{ reference }}</td></tr>
+{% for model in models if model in answers %}
+<tr><th scope="row">{{ model }}</th><td>{{ answers[model] }}</td></tr>
 {% endfor %}
 </table>
 {% endfor %}{% endfor %}

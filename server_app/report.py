@@ -10,7 +10,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,6 @@ from server_app.page import PAGE
 
 Curve = dict[int, float]  # values by round
 Looks = Mapping[str, tuple[str, str, str]]  # by client: colour, marker, marker as a character
-
-
-@dataclass
-class Question:
-    """A held-out question of a client, with the models' answers."""
-
-    text: str
-    reference: str
-    answers: dict[str, str] = field(default_factory=dict)  # the latest answer of each model
 
 
 def write_report(directory: Path) -> Path:
@@ -60,17 +50,16 @@ def latest_values(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
     return dict(sorted(latest.items()))
 
 
-def questions(events: Iterable[Event]) -> dict[str, list[Question]]:
-    """Return the questions of each client that sent answers, sorted by client name."""
-    found: dict[str, dict[tuple[str, str], Question]] = {}
+def questions(events: Iterable[Event]) -> dict[str, dict[tuple[str, str], dict[str, str]]]:
+    """Return, by client name and (question, reference), the latest answer of each model."""
+    found: dict[str, dict[tuple[str, str], dict[str, str]]] = {}
     for event in events:
         if event["event"] == "answers":
             own = found.setdefault(event["client"], {})
             for answer in event["answers"]:
-                key = answer["question"], answer["reference"]
-                question = own.setdefault(key, Question(*key))
-                question.answers[event["model"]] = answer["text"]
-    return {client: list(own.values()) for client, own in sorted(found.items())}
+                asked = answer["question"], answer["reference"]
+                own.setdefault(asked, {})[event["model"]] = answer["text"]
+    return dict(sorted(found.items()))
 
 
 def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:

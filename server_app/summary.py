@@ -40,9 +40,9 @@ def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
     table.add_column(width=12, no_wrap=True)
     table.add_column(width=_CHARACTERS, no_wrap=True)
     for client, own in questions(events).items():
-        for question in own:
-            rows = {client: question.text, "reference": question.reference}
-            rows |= {name: question.answers.get(name, "-") for name in _ANSWERING}
+        for (question, reference), answers in own.items():
+            rows = {client: question, "reference": reference}
+            rows |= {name: answers.get(name, "-") for name in _ANSWERING}
             for name, text in rows.items():
                 # Use Text, since rich parses plain strings as markup.
                 table.add_row(Text(name), Text(printable(text, _CHARACTERS)))

@@ -51,15 +51,10 @@ def exchange(
     no references. A reply that the SuperLink has not completely received is pulled in the
     background, so that a client that never finishes sending doesn't delay other clients.
 
-    Args:
-        grid: Connection to the SuperNodes.
-        messages: At most one message per client.
-        timeout: Seconds that each client has to reply.
-        signer: Signs the messages; replies to signed messages must be authenticated. None to sign
-            nothing.
-        array_bytes: Expected size of the arrays in a reply, in bytes.
-        on_poll: Function to call each time all clients have been polled.
-        patience_seconds: Time to wait for a reply before polling the other clients.
+    There is at most one message per client, and each client has ``timeout`` seconds to reply. With
+    a ``signer``, messages are signed, and replies must be authenticated. ``array_bytes`` is the
+    expected size of the arrays in a reply. ``on_poll`` is called each time all clients have been
+    polled; ``patience_seconds`` is the time to wait for a reply before polling the other clients.
     """
     sent = list(messages)
     end = time.monotonic() + timeout * turns(grid, len(sent))

@@ -81,10 +81,9 @@ class Rounds(Strategy):
         includes the finished rounds. ``train_config``, ``evaluate_config`` and ``evaluate_fn`` are
         not used: the run config determines all messages, and the server has no data.
 
-        Raises:
-            RefusedError: At least one client can't take part.
-            TooFewClientsError: There are fewer clients or valid replies than ``min-nodes``.
-            NotFiniteError: Most clients report that the global adapter is unusable.
+        Raise ``RefusedError`` if at least one client can't take part, ``TooFewClientsError`` if
+        there are fewer clients or valid replies than ``min-nodes``, or ``NotFiniteError`` if most
+        clients report that the global adapter is unusable.
         """
         with self._prepared(grid, initial_arrays) as arrays:
             return self._run(grid=grid, arrays=arrays, num_rounds=num_rounds, timeout=timeout)

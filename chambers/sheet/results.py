@@ -16,26 +16,14 @@ Scores = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean score over questions and annotators."""
-
-    value: float
-    # Half the width of the mean's 95 % confidence interval over questions, by Student's t; None if
-    # there is only one question.
-    half_width: float | None
-
-    def __str__(self) -> str:
-        spread = "" if self.half_width is None else f" ± {self.half_width:.2f}"
-        return f"{self.value:.2f}{spread}"
-
-
-@dataclass(frozen=True)
 class Results:
     """The results of a human evaluation."""
 
     annotators: int  # number of sheets
     questions: int
-    means: Mapping[str, Mapping[str, Mean]]  # keyed by model and criterion (FedJudge, table 5)
+    # Mean scores by model and criterion (FedJudge, table 5), with half the width of their 95 %
+    # confidence intervals over questions, by Student's t, if there are several questions.
+    means: Mapping[str, Mapping[str, str]]
     # Krippendorff's alpha by criterion, with the interval metric, since means also treat
     # scores as evenly spaced. 1 is perfect agreement, 0 is chance. None if alpha is undefined,
     # because there is only one annotator or all scores are equal.
@@ -48,7 +36,7 @@ class Results:
             "|---|" + "---|" * len(CRITERIA),
         ]
         for model, means in self.means.items():
-            lines.append(f"| {model} | {' | '.join(str(means[name]) for name in CRITERIA)} |")
+            lines.append(f"| {model} | {' | '.join(means[name] for name in CRITERIA)} |")
         alphas = (self.agreement[name] for name in CRITERIA)
         cells = ("–" if alpha is None else f"{alpha:.2f}" for alpha in alphas)
         lines.append(f"| Krippendorff's alpha | {' | '.join(cells)} |")
@@ -77,13 +65,14 @@ def evaluate(key: Key, files: Sequence[Path]) -> Results:
     return Results(annotators=len(read), questions=len(questions), means=means, agreement=agreement)
 
 
-def _mean(scores: Scores, key: Key, model: str, criterion: str) -> Mean:
+def _mean(scores: Scores, key: Key, model: str, criterion: str) -> str:
     by_question: dict[str, list[int]] = defaultdict(list)
     for name, values in scores.items():
         if key.rows[name].model == model:
             by_question[key.rows[name].question].append(values[criterion])
     means = [mean(values) for values in by_question.values()]
-    return Mean(mean(means), half_width(means) if len(means) > 1 else None)
+    spread = f" ± {half_width(means):.2f}" if len(means) > 1 else ""
+    return f"{mean(means):.2f}{spread}"
 
 
 def _alpha(scores: Scores, key: Key, criterion: str) -> float | None:

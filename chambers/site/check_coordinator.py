@@ -21,7 +21,7 @@ from chambers.site.authority import (
     read_key,
 )
 from chambers.site.check_machine import disk, gpu, model
-from chambers.site.connection import filtered, healthy, host_and_port, lasting
+from chambers.site.connection import filtered, healthy, host_and_port, lasting_file
 from chambers.site.instructions import check_instructions
 from chambers.site.report import AdviceError, Report
 
@@ -44,8 +44,8 @@ def check_coordinator(options: "Check") -> Report:
     report.line(_chain, server, authority)
     report.line(_names, server, proxy)
     renewal = f"chambers site certificates {folder}, then restart the proxy and the SuperLink"
-    report.line(_lasting, server, renewal)
-    report.line(_lasting, authority, "begin a new authority, as docs/operations.md describes")
+    report.line(lasting_file, server, renewal)
+    report.line(lasting_file, authority, "begin a new authority, as docs/operations.md describes")
     report.line(check_instructions, folder)
     report.line(_answers, "SuperLink", options.superlink or "127.0.0.1:8000", folder)
     if report.line(_answers, "proxy", proxy, folder):
@@ -97,10 +97,6 @@ def _names(file: Path, proxy: str) -> str:
             f"{file.parent} {every}"
         )
     return f"{file} is valid for {', '.join(names)}"
-
-
-def _lasting(file: Path, renewal: str) -> str:
-    return lasting(read_certificate(file), str(file), renewal)
 
 
 def _answers(what: str, address: str, folder: Path) -> str:

@@ -14,9 +14,8 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import ValidationError
 
 from chambers.errors import CommandError, read_bytes
-from chambers.site.authority import read_certificate
 from chambers.site.check_machine import disk, gpu, model
-from chambers.site.connection import clock, filtered, healthy, lasting
+from chambers.site.connection import clock, filtered, healthy, lasting, lasting_file
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
 from chambers.site.ssh_keys import read_private_key
@@ -41,7 +40,7 @@ def check_institution(options: "Check") -> Report:
     authority, key_file = options.root_certificates, options.auth_supernode_private_key
     assert authority and key_file
     report = Report()
-    report.line(_lasting, authority)
+    report.line(lasting_file, authority, "get the coordinator's new authority.pem")
     has_key = report.line(_readable, key_file)
     if report.line(_reaches, superlink, authority):
         answer = healthy(superlink, authority)
@@ -59,10 +58,6 @@ def check_institution(options: "Check") -> Report:
     report.line(disk, platformdirs.user_state_path("chambers"))
     report.line(gpu)
     return report
-
-
-def _lasting(file: Path) -> str:
-    return lasting(read_certificate(file), str(file), "get the coordinator's new authority.pem")
 
 
 def _readable(file: Path) -> str:

@@ -109,6 +109,11 @@ def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
     return f"{what} is valid for {days} days, until {end}"
 
 
+def lasting_file(file: Path, renewal: str) -> str:
+    """Check when the certificate in a file expires."""
+    return lasting(read_certificate(file), str(file), renewal)
+
+
 def clock(ahead: float) -> str:
     """Check the difference between this machine's clock and the coordinator's."""
     text = (
