@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Message
@@ -94,14 +93,6 @@ class RandomClients(InProcessGrid):
         return answer(message, config, metrics | {"loss": 1.0}, arrays)
 
 
-class TrainingOnly(FedJudgeBase):
-    """FedJudge-Base without evaluation."""
-
-    def configure_evaluate(self, *_: Any) -> Iterable[Message]:
-        """Return no messages, because only training is measured."""
-        return []
-
-
 def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRecord, float]:
     """Run a round; return the average, and the seconds spent, except on generating replies."""
     grid = RandomClients(clients, blocks)
@@ -111,10 +102,13 @@ def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRe
         strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients)
         averaged = strategy.start(grid, initial, num_rounds=1).arrays
     else:
-        config = parse_run_config({"rounds": 1, "min-nodes": clients, "strategy": "fedjudge-base"})
+        # Only training is measured: the first of two rounds has no evaluation.
+        config = parse_run_config(
+            {"strategy": "fedjudge-base", "min-nodes": clients, "rounds": 2, "evaluate.every": 2}
+        )
         results = Results(folder, config, "random", LoraConfig(r=RANK))
         results.describe(FINGERPRINT)
-        own = TrainingOnly(config, FINGERPRINT, Progress("bench", evaluated=True), results)
+        own = FedJudgeBase(config, FINGERPRINT, Progress("bench", evaluated=True), results)
         averaged = own.start(grid, initial, num_rounds=1).arrays
         results.close()
     return averaged, time.perf_counter() - started - grid.seconds

@@ -88,12 +88,13 @@ def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
 def _least_noise(epsilon: float, config: RunConfig, rows: int) -> float:
     """Return the least σ such that a client's run spends at most ε."""
     steps = private_steps(PrivacyPolicy(), config.train, rows, config.rounds)
-    return get_noise_multiplier(
+    noise: float = get_noise_multiplier(
         target_epsilon=epsilon,
         target_delta=_DELTA,
         sample_rate=steps.sampling_rate,
         steps=steps.steps,
     )
+    return noise
 
 
 def _write_policy(file: Path, epsilon: float, noise: float) -> None:

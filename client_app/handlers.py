@@ -47,15 +47,12 @@ class Strategy(Protocol):
 
     def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
         """Return the directory and the fingerprint of the client's part of the base model."""
-        ...
 
     def train(self, task: Task) -> tuple[State, Metrics]:
         """Train for one round; return the local adapter and metrics."""
-        ...
 
     def evaluate(self, task: Task) -> Evaluation:
         """Evaluate the requested models, and compute J if requested."""
-        ...
 
 
 _STRATEGIES: dict[str, Strategy] = {

@@ -26,10 +26,9 @@ from split.protocol.errors import printable
 from split.server.block_server import BlockServer
 from split.server.serving import serve
 from strategies.journal import Journal, Progress
-from strategies.metrics import underscored
+from strategies.metrics import record_scaled, underscored
 from strategies.participants import RefusedError
 from strategies.rounds import Rounds
-from strategies.scaling import record_scaled
 
 
 class FLGLM(Rounds):

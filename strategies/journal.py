@@ -26,15 +26,12 @@ class Journal(Protocol):
     @property
     def scratch(self) -> Path:
         """Folder for temporary files that are deleted when a round ends."""
-        ...
 
     def show(self, status: RunStatus) -> None:
         """Replace the status of the run."""
-        ...
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Append an event to ``metrics.jsonl``."""
-        ...
 
     def keep_personalised(
         self, client: str, state: State, round_number: int, size: int, file: Path | None = None
@@ -44,16 +41,12 @@ class Journal(Protocol):
         ``size`` is the client's number of training rows; ``file``, if given, is a file below
         ``scratch`` that contains the same adapter, and may be moved.
         """
-        ...
 
     def personalised(self, client: str) -> tuple[int, State] | None:
         """Return the round and the weights of the adapter last saved for a client, or None."""
-        ...
 
     def checkpoint(self, progress: Progress, state: State) -> None:
         """Save the global adapter after a round, and all state needed to resume the run."""
-        ...
 
     def discard(self, round_number: int) -> None:
         """Delete the checkpoint of a round's unusable adapter if an earlier checkpoint exists."""
-        ...

@@ -24,10 +24,9 @@ from strategies.collection import collect, reasons, require_enough, require_fini
 from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
-from strategies.metrics import averages, evaluation_events, underscored
+from strategies.metrics import averages, evaluation_events, record_scaled, underscored
 from strategies.participants import Participants
 from strategies.replies import Replies
-from strategies.scaling import record_scaled
 
 
 class Rounds(Strategy):

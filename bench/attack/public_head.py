@@ -47,11 +47,9 @@ class PublicHead:
     def read(self, received: Tensor, wire: WireType, noise: float, most: int) -> Tensor:
         """Return the tokens of a text, (tokens,) int64.
 
-        Args:
-            received: (tokens, hidden) after the known beginning.
-            wire: Wire type, which determines the rounding.
-            noise: The client's noise, which the attacker can estimate from a known beginning.
-            most: Number of most similar candidates to try per token, in addition to frequent ones.
+        ``received`` is (tokens, hidden) after the known beginning. The wire type determines the
+        rounding; the attacker can estimate the client's noise from a known beginning. ``most`` is
+        the number of most similar candidates to try per token, in addition to frequent ones.
         """
         cache = self._start()
         tokens = []

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec
+from typing import Any
 
 from chambers.errors import CommandError
 from finetuning.errors import UserError
-
-Arguments = ParamSpec("Arguments")
 
 
 class AdviceError(CommandError):
@@ -20,19 +18,14 @@ class Report:
 
     passed: bool = True
 
-    def line(
-        self,
-        check: Callable[Arguments, str],
-        *arguments: Arguments.args,
-        **keywords: Arguments.kwargs,
-    ) -> bool:
+    def line(self, check: Callable[..., str], *arguments: Any) -> bool:
         """Run a check, and print the description that it returns or the error that it raises.
 
         Return whether the check has passed: it fails if it raises ``OSError`` or a ``UserError``
         other than ``AdviceError``.
         """
         try:
-            print(f"ok   {check(*arguments, **keywords)}", flush=True)
+            print(f"ok   {check(*arguments)}", flush=True)
             return True
         except AdviceError as error:
             print(f"warn {error}", flush=True)
