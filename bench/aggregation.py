@@ -13,7 +13,6 @@ Memory is the largest growth of the process's resident memory (VmHWM, which incl
 after a warm-up run with small adapters. The two averages are compared value by value.
 """
 
-import argparse
 import logging
 import os
 import tempfile
@@ -26,7 +25,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from peft import LoraConfig
 
-from bench.harness import Worker, make_table, show
+from bench.harness import Worker, command, make_table, show
 from bench.memory_use import Memory
 from chambers.in_process import InProcessGrid
 from federation.messages import SIZE, State, answer, config_of, from_arrays, to_arrays
@@ -141,7 +140,7 @@ def largest_difference(one: State, other: State) -> float:
 
 def main() -> None:
     """Measure FedAvg and Chambers for each number of nodes."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    command(__doc__).parse_args()
     size = sum(value.numel() for value in draw_adapter(_BLOCKS, 0).values())
     headings = ("nodes", "", "peak MB", "÷ adapter", "seconds", "difference")
     table = make_table("averaging one round", *headings)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -129,6 +130,11 @@ def compared_with(one: Side, other: Side) -> dict[str, float]:
 def ratios(one: Side, other: Side) -> list[str]:
     """Format one side's time ÷ the other's, in the order of ``RATIOS``."""
     return [f"{value:.3f}" for value in compared_with(one, other).values()]
+
+
+def command(doc: str | None) -> ArgumentParser:
+    """Return a parser of a measurement's arguments; ``doc`` is the docstring of its module."""
+    return ArgumentParser(description=(doc or "").splitlines()[0])
 
 
 def make_table(title: str, *headings: str) -> Table:

@@ -10,7 +10,6 @@ step, without loading and padding data; ``train_round`` is timed as a whole. The
 losses of any step differ by more than 1e-4.
 """
 
-import argparse
 import math
 import os
 import tempfile
@@ -22,7 +21,7 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, logging
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from bench.harness import RATIOS, Side, make_table, ratios, show
+from bench.harness import RATIOS, Side, command, make_table, ratios, show
 from bench.job import Job, load_whole, random_job
 from bench.shape import SEED, Shape
 from finetuning.adapters.adapter import trainable_parameters
@@ -186,7 +185,7 @@ def compare(job: Job) -> list[str]:
 
 def main() -> None:
     """Compare with a large and a small vocabulary, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--pairs", type=int, default=15, help="number of measured pairs of steps")
     pairs = parser.parse_args().pairs
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

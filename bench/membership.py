@@ -7,7 +7,6 @@ adapter's change and the row's negative gradient, summed over tensors. The candi
 of the round and 64 other rows of the same client, which differ in names and wording.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import make_table, show
+from bench.harness import command, make_table, show
 from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
 from finetuning.data.batching import collate
 from finetuning.data.rows import Row, parse_messages
@@ -98,7 +97,7 @@ def _told(scores: Sequence[float], members: int) -> float:
 
 def main() -> None:
     """Attack rounds with different numbers of rows, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()

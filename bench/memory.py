@@ -29,14 +29,13 @@ A process's memory is the growth of its resident memory: VmHWM, reset after all 
 warm-up run of the measurement with a small model, minus VmRSS at the time of the reset.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rich.table import Table
 
-from bench.harness import Worker, make_table, show
+from bench.harness import Worker, command, make_table, show
 from bench.job import Course, Job, join, load_body, load_ends, open_model, random_job
 from bench.memory_use import Memory, SavedTensors, bytes_of
 from bench.parties import Server, Training
@@ -148,7 +147,7 @@ def add_servers(table: Table, name: str, measured: dict[int, dict[str, int]]) ->
 
 def main() -> None:
     """Measure a client, and the server with one lane and with eight, for both allocators."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    command(__doc__).parse_args()
     cores = os.sched_getaffinity(0)
     clients = make_table(
         f"a client of {_CLIENT}, window 4; MB",

@@ -5,7 +5,6 @@ client adds the least noise with which its run spends at most ε; ∞ is a run w
 privacy, clients' replies contain no losses, so held-out losses are measured here.
 """
 
-import argparse
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from opacus.accountants.utils import get_noise_multiplier
 
-from bench.harness import make_table, show
+from bench.harness import command, make_table, show
 from chambers.in_process import InProcessGrid
 from client_app.fedjudge import base_model
 from client_app.institution import Institution, open_institution
@@ -124,7 +123,7 @@ def _loss(
 
 def main() -> None:
     """Run each ε with each seed, one run per core at a time, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds
     cells = list(product(_EPSILONS, range(seeds)))

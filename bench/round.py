@@ -9,7 +9,6 @@ start and workers load the model, is excluded. A round lasts from its train mess
 Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.harness import make_table, show
+from bench.harness import command, make_table, show
 from chambers.superlink import COMPLETED, SuperLink, free_port, private_superlink, run_app
 from federation.run_folder import METRICS, read_events
 from finetuning.generated import STYLES, examples
@@ -110,7 +109,7 @@ def _write_data(folder: Path) -> None:
 
 def main() -> None:
     """Measure, and print the tables."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    command(__doc__).parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         _write_data(Path(folder) / "data")

@@ -24,14 +24,13 @@ sent in bfloat16; the run fails if their losses differ by more than 1e-2. In lat
 client has trained its own head and tail.
 """
 
-import argparse
 import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, command, make_table, ratios, show
 from bench.job import Job, random_examples, random_job
 from bench.parties import Split, Whole, alternate
 from bench.shape import SEED, Shape
@@ -105,7 +104,7 @@ def check(whole: Whole, sides: Sequence[Split], tolerance: float) -> None:
 
 def main() -> None:
     """Measure all numbers of clients, one after another."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
     arguments = parser.parse_args()

@@ -8,7 +8,6 @@ it, and authenticates a reply with the adapter, which the coordinator opens. For
 Flower's sender computes digests of all objects once. Times are medians over repetitions.
 """
 
-import argparse
 import secrets
 import time
 from statistics import median
@@ -19,7 +18,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
 
 from bench.aggregation import draw_adapter
-from bench.harness import make_table, show
+from bench.harness import command, make_table, show
 from federation.authentication import SignedInstruction, Signer, open_reply
 from federation.messages import ARRAYS, CONFIG, State, answer, to_arrays
 from federation.packed_content import EncryptedArrays
@@ -70,7 +69,7 @@ def measure(blocks: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, and print a table."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    command(__doc__).parse_args()
     TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
     measured = {blocks: measure(blocks) for blocks in _BLOCKS}
     table = make_table(f"ms per message, {_CLIENTS} clients", "adapter, MB", *measured[_BLOCKS[0]])

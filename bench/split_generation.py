@@ -9,7 +9,6 @@ with 20 ms each way at 1 Gbit/s. The wire type is float32; the run fails if toke
 CPU seconds are user and system time of all processes. Ratios are a time ÷ the whole model's.
 """
 
-import argparse
 import os
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +16,7 @@ from dataclasses import replace
 import torch
 from rich.table import Table
 
-from bench.harness import RATIOS, Side, Worker, make_table, ratios, show
+from bench.harness import RATIOS, Side, Worker, command, make_table, ratios, show
 from bench.job import (
     LIFETIME,
     Job,
@@ -83,7 +82,7 @@ def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabular
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="number of measured turns")
     pairs = parser.parse_args().pairs
     core = {max(os.sched_getaffinity(0))}

@@ -16,7 +16,6 @@ steps; the run fails if its losses differ by more than 1e-4 from the whole model
 time of a step.
 """
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.harness import RATIOS, WARM_UP, Side, compared_with, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, Side, command, compared_with, make_table, ratios, show
 from bench.job import Job, random_job
 from bench.parties import Split, Whole, alternate
 from bench.shape import SEED, Shape
@@ -121,7 +120,7 @@ def recorded(
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
     parser.add_argument("--record", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()

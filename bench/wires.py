@@ -5,7 +5,6 @@ separate lane for each wire type, and as a whole model in one process, each time
 and from the same initial adapter.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from typing import get_args
 
 import torch
 
-from bench.harness import make_table, show
+from bench.harness import command, make_table, show
 from bench.job import Job, as_examples, random_job
 from bench.parties import Split, Whole
 from bench.shape import SEED, Shape
@@ -58,7 +57,7 @@ def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
 
 def main() -> None:
     """Train with each wire type, and print the bytes and the losses."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     table = make_table(

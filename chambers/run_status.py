@@ -15,8 +15,16 @@ from chambers.disk_space import ACCESS_LOG, DATABASE, MIN_FREE_GIB, free_gib, to
 from chambers.errors import described
 from chambers.time_left import durations, time_left
 from federation.resumption import checkpoint_files
-from federation.run_folder import LOG, METRICS, Event, is_running, read_events, read_status
-from federation.status import LaneStatus, RunStatus
+from federation.run_folder import (
+    LOG,
+    METRICS,
+    Event,
+    LaneStatus,
+    RunStatus,
+    is_running,
+    read_events,
+    read_status,
+)
 from split.protocol.errors import printable
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from federation.run_folder import Event
-from federation.status import RunStatus
+from federation.run_folder import Event, RunStatus
 
 # Number of recent rounds over which durations are averaged.
 _RECENT_ROUNDS = 5

@@ -16,8 +16,7 @@ from flwr.common import log
 from safetensors.torch import load_file
 
 from federation.run_config import ConfigError, RunConfig
-from federation.run_folder import METRICS, results_folder, write_status
-from federation.status import RunStatus
+from federation.run_folder import METRICS, RunStatus, results_folder, write_status
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.files import filling, remove_unfinished, remove_whole, replacing, write_json

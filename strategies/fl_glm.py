@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from federation.authentication import Signer
 from federation.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from federation.run_config import RunConfig
-from federation.status import LaneStatus
+from federation.run_folder import LaneStatus
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
 from split.model.adapters import join_adapters, take_apart

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from federation.messages import State
-from federation.status import RunStatus
+from federation.run_folder import RunStatus
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from federation.status import LaneStatus, Phase, RunStatus
+from federation.run_folder import LaneStatus, Phase, RunStatus
 from strategies.journal import Journal
 
 # Interval for writing the progress within a round to disk.

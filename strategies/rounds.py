@@ -16,7 +16,7 @@ from federation.answers import answer_events
 from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
-from federation.status import LaneStatus, Phase
+from federation.run_folder import LaneStatus, Phase
 from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
@@ -78,11 +78,10 @@ class Rounds(Strategy):
 
         ``initial_arrays`` is the global adapter after ``progress.finished_rounds``; ``num_rounds``
         includes the finished rounds. ``train_config``, ``evaluate_config`` and ``evaluate_fn`` are
-        not used: the run config determines all messages, and the server has no data.
-
-        Raise ``RefusedError`` if at least one client can't take part, ``TooFewClientsError`` if
-        there are fewer clients or valid replies than ``min-nodes``, or ``NotFiniteError`` if most
-        clients report that the global adapter is unusable.
+        not used: the run config determines all messages, and the server has no data. Raise
+        ``RefusedError`` if at least one client can't take part, ``TooFewClientsError`` if there are
+        fewer clients or valid replies than ``min-nodes``, or ``NotFiniteError`` if most clients
+        report that the global adapter is unusable.
         """
         with self._prepared(grid, initial_arrays) as arrays:
             return self._run(grid=grid, arrays=arrays, num_rounds=num_rounds, timeout=timeout)

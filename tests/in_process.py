@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from chambers.in_process import ConcurrentGrid, InProcessGrid
 from federation.messages import to_arrays
 from federation.run_config import Scalar, parse_run_config
-from federation.status import RunStatus
+from federation.run_folder import RunStatus
 from finetuning.adapters.adapter import State
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint

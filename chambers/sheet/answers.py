@@ -35,10 +35,9 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
 
     ``files`` contains a JSON Lines file for each model. A row has the keys ``question``, ``answer``
     and optionally ``reference`` and ``id``, or those that ``chambers generate --output`` writes.
-    Rows of different files are matched by id or, without ids, by question.
-
-    Raise ``CommandError``, which names the file and the line, if a file can't be read, a row is
-    malformed, or files have different questions.
+    Rows of different files are matched by id or, without ids, by question. Raise ``CommandError``,
+    which names the file and the line, if a file can't be read, a row is malformed, or files have
+    different questions.
     """
     by_model = {model: _read(file) for model, file in files.items()}
     first_model, first = next(iter(by_model.items()))

@@ -3,7 +3,7 @@
 import pytest
 
 from chambers.time_left import time_left
-from federation.status import LaneStatus, RunStatus
+from federation.run_folder import LaneStatus, RunStatus
 
 
 def timeline(rounds, every, training, measured, other, base):
