@@ -6,6 +6,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from logging import WARNING
@@ -238,11 +239,9 @@ def new_directory(config: RunConfig) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         for number in range(1, 1000):
             directory = parent / (name if number == 1 else f"{name}_{number}")
-            try:
+            with suppress(FileExistsError):
                 directory.mkdir()
                 return directory
-            except FileExistsError:
-                continue
     except OSError as error:
         raise ConfigError(f'output-dir = "{parent}" can\'t be written to: {error}') from error
     raise ConfigError(f'output-dir = "{parent}" has too many runs from this second; try again')

@@ -104,13 +104,8 @@ def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
 
 def _boolq(file: Path) -> list[Row]:
     def parse(origin: str, value: Any) -> Row:
-        messages = parse_messages(
-            {
-                "instruction": value["passage"],
-                "input": value["question"],
-                "output": "yes" if value["label"] else "no",
-            }
-        )
+        texts = {"instruction": value["passage"], "input": value["question"]}
+        messages = parse_messages(texts | {"output": "yes" if value["label"] else "no"})
         return Row(messages, origin, value)
 
     return parse_rows(file, parse, advice="download it again")
