@@ -80,7 +80,8 @@ class Answerer:
     """Answers requests for several models with the same base model.
 
     Use it as a context manager, which loads the model, or opens a lane. ``sources`` are keyed by
-    name; all adapters must have the same kind, rank and targets.
+    name; all adapters must have the same kind, rank and targets. ``waiting`` has the requests that
+    are waiting.
     """
 
     def __init__(self, sources: Mapping[str, Source], tokenizer: Any, limits: Limits) -> None:
@@ -94,7 +95,7 @@ class Answerer:
                     f"the adapters in {first.directory} and {other.directory} differ in kind, "
                     "rank, scale or targets; serve them separately"
                 )
-        self._waiting: list[Request] = []
+        self.waiting: list[Request] = []
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
@@ -109,7 +110,7 @@ class Answerer:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._stopping = True
-            for request in self._waiting:
+            for request in self.waiting:
                 request.cancelled.set()
             self._changed.notify()
         self._thread.join()
@@ -126,9 +127,9 @@ class Answerer:
     def submit(self, request: Request) -> None:
         """Queue a request; raise `BusyError` if too many are waiting."""
         with self._changed:
-            if len(self._waiting) >= self.limits.queue:
-                raise BusyError(f"{len(self._waiting)} requests are waiting; try again later")
-            self._waiting.append(request)
+            if len(self.waiting) >= self.limits.queue:
+                raise BusyError(f"{len(self.waiting)} requests are waiting; try again later")
+            self.waiting.append(request)
             self._changed.notify()
 
     def _open(self) -> None:
@@ -163,19 +164,19 @@ class Answerer:
         """Wait for requests; return those to answer together, or none when the thread must end."""
         with self._changed:
             while not self._stopping:
-                self._waiting = [r for r in self._waiting if not r.cancelled.is_set()]
-                if self._waiting:
+                self.waiting = [r for r in self.waiting if not r.cancelled.is_set()]
+                if self.waiting:
                     batch = self._first_batch()
-                    self._waiting = [r for r in self._waiting if r not in batch]
+                    self.waiting = [r for r in self.waiting if r not in batch]
                     return batch
                 self._changed.wait()
         return []
 
     def _first_batch(self) -> list[Request]:
-        first = self._waiting[0]
+        first = self.waiting[0]
         source = self.sources[first.model]
         batch: list[Request] = []
-        for request in self._waiting:
+        for request in self.waiting:
             together = [*batch, request]
             columns = max(len(r.prompt) for r in together) + max(r.max_tokens for r in together)
             fits = (columns + source.columns_before) * len(together) <= source.max_tokens

@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, read_bytes
 from chambers.sources import (
@@ -15,13 +15,16 @@ from chambers.sources import (
     option,
 )
 
+if TYPE_CHECKING:
+    from chambers.models import Source
+
 _BASE = "base"
 _MIN_KEY_LENGTH = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Api(BaseModelOptions):
-    """Answer programs that use OpenAI's API, with a fine-tuned model.
+    """Answer programs that use OpenAI's API.
 
     Serve the base model as "base", and each adapter under the name of its folder:
 
@@ -72,13 +75,9 @@ class Api(BaseModelOptions):
 
             from chambers.endpoint.answering import Answerer, Limits
             from chambers.endpoint.routes import routes
-            from chambers.models import find
             from finetuning.model.base_model import load_tokenizer
 
-            sources = {
-                name: find(self._options(folder), self.invitation)
-                for name, folder in self._folders().items()
-            }
+            sources = self.sources()
             limits = Limits(
                 batch_size=self.batch_size,
                 queue=self.queue,
@@ -100,16 +99,19 @@ class Api(BaseModelOptions):
                 uvicorn.Server(config).run(sockets=[listener])
         return 0
 
-    def _folders(self) -> dict[str, Path | None]:
-        """Return the adapters' folders by name; "base" has none."""
-        folders: dict[str, Path | None] = {_BASE: None}
+    def sources(self) -> "dict[str, Source]":
+        """Find the models by name; raise ``UserError`` if their parts don't match."""
+        from chambers.models import find
+
+        sources: dict[str, Source] = {}
         for folder in self.adapters or []:
             name = folder.resolve().name
-            if name in folders:
+            if name in {*sources, _BASE}:
                 raise CommandError(f"two models would be named {name}; copy {folder} elsewhere")
-            folders[name] = folder
-        # Without --model, the base model is found through an adapter's run.
-        return dict(sorted(folders.items(), key=lambda item: item[1] is None))
+            sources[name] = find(self._options(folder), self.invitation)
+        bare = [source.bare for source in sources.values()]
+        sources[_BASE] = bare[0] if bare else find(self._options(None), self.invitation)
+        return sources
 
     def _options(self, folder: Path | None) -> AdapterOptions:
         options = AdapterOptions(

@@ -136,7 +136,9 @@ class _Endpoint:
         try:
             wanted = form.model_validate_json(bytes(body))
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
+            # Of a value with alternatives, the deepest problem is that of the closest alternative.
+            problems = error.errors(include_url=False, include_input=False)
+            problem = max(problems, key=lambda problem: len(problem["loc"]))
             name = ".".join(str(part) for part in problem["loc"]) or None
             text = f"{name}: {problem['msg']}" if name else problem["msg"]
             raise ApiError(400, text, _INVALID, name) from error

@@ -1,0 +1,323 @@
+"""``chambers api``: OpenAI's own client, and clients that ask for what isn't allowed."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import httpx
+import openai
+import psutil
+import pytest
+import torch
+import uvicorn
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from chambers.__main__ import parse
+from chambers.endpoint.answering import Answerer, Limits
+from chambers.endpoint.routes import routes
+from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.model.base_model import load_tokenizer
+from tests.chambers.conftest import ROOT, refused, told
+from tests.chambers.test_serve import serving_here
+from tests.waiting import wait_until
+
+QUESTIONS = ["who", "the court holds that", "costs", "is the contract about goods void"]
+TOKENS = 12
+KEY = "0123456789abcdef"
+
+
+@contextmanager
+def answering(*words, key=None, **limits):
+    """Answer in this process, as the command does; yield OpenAI's client and the answerer."""
+    sources = parse(["api", *map(str, words)]).sources()
+    tokenizer = load_tokenizer(next(iter(sources.values())).directory)
+    given = {"batch_size": 8, "queue": 64, "max_prompt_length": 64, "max_new_tokens": 100} | limits
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Answerer(sources, tokenizer, Limits(**given)) as answerer,
+    ):
+        config = uvicorn.Config(routes(answerer, key), log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with openai.OpenAI(
+            base_url=url, api_key=key or "none", max_retries=0, timeout=60
+        ) as client:
+            yield client, answerer
+        server.should_exit = True
+        thread.join()
+
+
+def adapters(run_folder):
+    return [run_folder / "adapters" / "global", run_folder / "adapters" / "clients" / "alpha"]
+
+
+@pytest.fixture(scope="module")
+def whole(run_folder):
+    with answering(*adapters(run_folder)) as opened:
+        yield opened
+
+
+def ask(client, question, model="global", **changed):
+    settings = {"temperature": 0, "max_tokens": TOKENS} | changed
+    messages = [{"role": "user", "content": question}]
+    return client.chat.completions.create(model=model, messages=messages, **settings)
+
+
+def text_of(reply):
+    return reply.choices[0].message.content.strip()
+
+
+def generated(capsys, *words):
+    """Return what ``chambers generate`` says to each question."""
+    words = ("generate", "--max-new-tokens", str(TOKENS), "--batch-size", "1", *words)
+    return [told(capsys, *words, question).strip() for question in QUESTIONS]
+
+
+def test_every_model_answers_as_generate_does(whole, base, run_folder, capsys):
+    client, _ = whole
+    own, alpha = adapters(run_folder)
+    assert {model.id for model in client.models.list()} == {"base", "global", "alpha"}
+    assert client.models.retrieve("alpha").id == "alpha"
+    words = {"base": ("--model", base), "global": ("--adapter", own), "alpha": ("--adapter", alpha)}
+    for model, given in words.items():
+        said = [text_of(ask(client, question, model)) for question in QUESTIONS]
+        assert said == generated(capsys, *given), model
+
+
+def test_a_lane_answers_as_the_whole_model_does(run_folder, tmp_path, capsys, whole):
+    own, _ = adapters(run_folder)
+    with serving_here(tmp_path, run_folder) as (_, files):
+        words = (own, "--invitation", files["alpha"])
+        with answering(*words) as (client, _), ThreadPoolExecutor(4) as pool:
+            for model in ("global", "base"):
+                said = [*pool.map(lambda q, m=model: text_of(ask(client, q, m)), QUESTIONS)]
+                assert said == [text_of(ask(whole[0], q, model)) for q in QUESTIONS]
+
+
+def test_a_block_server_that_is_gone_is_named_and_asked_again(run_folder, tmp_path, whole):
+    own, _ = adapters(run_folder)
+    with serving_here(tmp_path, run_folder) as (_, files):
+        opened = answering(own, "--invitation", files["alpha"])
+        client, _ = opened.__enter__()
+        first = text_of(ask(client, "who"))
+    try:
+        assert first == text_of(ask(whole[0], "who"))
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="block server") as refusal:
+                ask(client, "who")
+            assert refusal.value.status_code == 503
+    finally:
+        opened.__exit__(None, None, None)
+
+
+def test_a_stream_has_the_whole_answer_in_pieces(whole):
+    client, _ = whole
+    reply = ask(client, QUESTIONS[1])
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = ask(client, QUESTIONS[1], **options)
+    assert len(chunks) > 2
+    assert "".join(c.choices[0].delta.content for c in chunks).strip() == text_of(reply)
+    assert [c.choices[0].finish_reason for c in chunks] == [
+        *[None] * (len(chunks) - 1),
+        reply.choices[0].finish_reason,
+    ]
+    assert last.usage == reply.usage
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_answers_end_at_stop_texts_and_limits(whole):
+    client, _ = whole
+    text = text_of(ask(client, QUESTIONS[1]))
+    word = text.split()[2]
+    before = text[: text.index(word)].strip()
+    for options in ({}, {"stream": True}):
+        reply = ask(client, QUESTIONS[1], stop=[word, "never said"], **options)
+        if options:
+            chunks = [*reply]
+            said, reason = "".join(c.choices[0].delta.content for c in chunks), chunks[-1]
+        else:
+            said, reason = text_of(reply), reply
+        assert (said.strip(), reason.choices[0].finish_reason) == (before, "stop")
+    short = ask(client, QUESTIONS[1], max_tokens=2)
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 2)
+
+
+def test_log_probabilities_are_the_model_s_own(whole, base, run_folder):
+    """Checked with PEFT's model; a temperature changes the draw, not the log-probabilities."""
+    client, _ = whole
+    own = AutoModelForCausalLM.from_pretrained(base)
+    model = PeftModel.from_pretrained(own, adapters(run_folder)[0]).eval()
+    tokenizer = load_tokenizer(base)
+    (prompt,) = tokenize_prompts(prompt_rows([QUESTIONS[1]]), tokenizer)
+    with torch.no_grad():
+        expected = model(input_ids=prompt[None]).logits[0, -1].log_softmax(-1)
+    for temperature in (0, 1.7):
+        reply = ask(
+            client, QUESTIONS[1], logprobs=True, top_logprobs=3, temperature=temperature, seed=5
+        )
+        first = reply.choices[0].logprobs.content[0]
+        found = [each.logprob for each in first.top_logprobs]
+        torch.testing.assert_close(torch.tensor(found), expected.topk(3).values)
+        assert first.logprob <= found[0]
+        (index,) = tokenizer(first.token, add_special_tokens=False)["input_ids"][:1]
+        assert first.logprob == pytest.approx(float(expected[index]), abs=1e-4)
+
+
+def test_a_seed_repeats_an_answer_whatever_else_is_asked(whole):
+    client, _ = whole
+
+    def draw(seed):
+        return text_of(ask(client, QUESTIONS[1], temperature=1.5, top_p=0.9, seed=seed))
+
+    with ThreadPoolExecutor(6) as pool:
+        drawn = [*pool.map(draw, [1, 2, 1, 2, 3, 1])]
+    assert drawn[0] == drawn[2] == drawn[5]
+    assert drawn[1] == drawn[3]
+    assert len({*drawn}) > 1
+
+
+def test_a_text_is_continued(whole, base):
+    client, _ = whole
+    reply = client.completions.create(
+        model="base", prompt="the court", temperature=0, max_tokens=5, logprobs=2
+    )
+    tokenizer = load_tokenizer(base)
+    prompt = tokenizer("the court", return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(base)
+    output = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=5)
+    assert reply.choices[0].text == tokenizer.decode(output[0, prompt.shape[1] :])
+    assert len(reply.choices[0].logprobs.token_logprobs) == 5
+
+
+def test_requests_at_once_get_their_own_answers_and_cancelled_ones_end(whole):
+    client, answerer = whole
+    questions = [f"{a} {b}" for a in QUESTIONS for b in ("and", "or", "of", "town")]
+    alone = {q: text_of(ask(client, q)) for q in questions}
+    assert len({*alone.values()}) > len(questions) // 2
+
+    def answer(own, number):
+        question = questions[number % len(questions)]
+        if number % 3:
+            return text_of(ask(own, question)) == alone[question]
+        with ask(own, question, stream=True, max_tokens=100) as stream:
+            next(iter(stream))
+        return True
+
+    def kept():
+        # The event loop's threads stay, and their number has a limit.
+        own = [t for t in threading.enumerate() if not t.name.startswith(("uvloop", "asyncio"))]
+        return len(own), psutil.Process().num_fds()
+
+    counts = []
+    for _ in range(2):  # the first time also opens what stays open
+        with client.copy(http_client=httpx.Client()) as own, ThreadPoolExecutor(16) as pool:
+            assert all(pool.map(partial(answer, own), range(50)))
+        wait_until(lambda: not answerer.waiting, 60)
+        counts.append(kept())
+    threads, files = counts[0]
+    wait_until(lambda: kept()[0] <= threads and kept()[1] <= files, 60)
+
+
+def test_a_full_queue_is_refused(run_folder):
+    own, _ = adapters(run_folder)
+    with answering(own, batch_size=1, queue=1) as (client, _), ThreadPoolExecutor(8) as pool:
+
+        def answer(_):
+            try:
+                return text_of(ask(client, QUESTIONS[1], max_tokens=100))
+            except openai.RateLimitError as error:
+                return str(error)
+
+        said = [*pool.map(answer, range(8))]
+    assert any("requests are waiting" in text for text in said)
+    assert any("requests are waiting" not in text for text in said)
+
+
+BAD = {
+    "model": ({"model": "gpt"}, 404, "no such model; models: .*global"),
+    "length": ({"messages": [{"role": "user", "content": "a " * 500}]}, 400, "at most 64"),
+    "max_tokens": ({"max_tokens": 10**9}, 400, "at most 100"),
+    "no tokens": ({"max_tokens": 0}, 400, "greater than or equal to 1"),
+    "type": ({"temperature": "0"}, 400, "temperature: Input should be a valid number"),
+    "role": ({"messages": [{"role": "x", "content": "a"}]}, 400, "role among"),
+    "no messages": ({"messages": []}, 400, "messages: "),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+    "tools": ({"tools": [{"type": "function"}]}, 400, "tools: "),
+    "choices": ({"n": 2}, 400, "n: Input should be 1"),
+    "format": ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+}
+
+
+@pytest.mark.parametrize(("changed", "status", "reason"), BAD.values(), ids=BAD)
+def test_bad_requests_are_refused_in_the_api_s_form(whole, changed, status, reason):
+    client, _ = whole
+    body = {"model": "global", "messages": [{"role": "user", "content": "who"}]} | changed
+    with pytest.raises(openai.APIStatusError, match=reason) as refusal:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert refusal.value.status_code == status
+    assert refusal.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("headers", "content", "status"),
+    [
+        ({"content-type": "application/json"}, b'{"model"', 400),
+        ({"content-type": "application/json"}, b"[" * 100_000, 400),
+        ({"content-type": "application/json"}, b'{"model": "\xff"}', 400),
+        ({"content-type": "application/json"}, b" " * 5 * 2**20, 413),
+        ({"content-type": "text/plain"}, b"{}", 415),
+        ({"content-type": "application/json", "host": "evil.example"}, b"{}", 400),
+    ],
+)
+def test_what_is_no_request_is_refused(whole, headers, content, status):
+    client, _ = whole
+    url = f"{client.base_url}chat/completions"
+    assert httpx.post(url, headers=headers, content=content).status_code == status
+
+
+def test_a_key_is_needed_where_there_is_one(run_folder, tmp_path, capsys):
+    own, _ = adapters(run_folder)
+    with answering(own, key=KEY) as (client, _):
+        assert ask(client, "who")
+        for key in ("", " 0123456789abcdeF", " " + "é" * 16):
+            headers = {"authorization": f"Bearer{key}".encode()}
+            found = httpx.get(f"{client.base_url}models", headers=headers)
+            assert (found.status_code, found.json()["error"]["type"]) == (
+                401,
+                "authentication_error",
+            )
+    assert "add --key-file" in refused(capsys, "api", own, "--listen", "0.0.0.0:0")
+    (tmp_path / "key").write_text("short")
+    assert "openssl" in refused(capsys, "api", own, "--key-file", tmp_path / "key")
+
+
+def test_models_that_can_t_be_served_together_are_refused(run_folder, tmp_path, capsys):
+    own, alpha = adapters(run_folder)
+    assert "named global" in refused(capsys, "api", own, own)
+    assert "there is no folder" in refused(capsys, "api", tmp_path / "none")
+    assert "IP_ADDRESS:PORT" in refused(capsys, "api", alpha, "--listen", "localhost")
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_command(run_folder, tmp_path):
+    own, _ = adapters(run_folder)
+    with subprocess.Popen(
+        [sys.executable, "-m", "chambers", "api", own, "--listen", "127.0.0.1:0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "models: global, base\n"
+        url = process.stdout.readline().split()[-1]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            assert text_of(ask(client, "who"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
