@@ -68,6 +68,8 @@ class Api(BaseModelOptions):
     def __call__(self) -> int:
         """Answer requests until SIGINT or SIGTERM."""
         check_at_least_one(self, "batch_size", "queue", "max_prompt_length", "max_new_tokens")
+        for folder in [*(self.adapters or []), None]:  # before heavy libraries are imported
+            self._options(folder)
         key = self._key()
         listener = self._listen(key)
         with listener:

@@ -47,7 +47,7 @@ def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
         *(["generate", "--adapter", "/nowhere"], ["generate", "--model", "/nowhere"]),
         *(["generate", "--file", str(tmp_path / "rows.jsonl")], ["serve", "/nowhere"]),
         *(["status", "/nowhere"], ["convert", "/nowhere", "/there"]),
-        ["merge", "/nowhere", "/there"],
+        *(["merge", "/nowhere", "/there"], ["api", "/nowhere"]),
         *(
             ["sheet", "read", "/nowhere", "/there"],
             ["sheet", "make", "a=/no", "--output", "/there"],
@@ -63,7 +63,7 @@ def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert all(command in done.stdout for command in ("train", "status", "convert"))
-    assert done.stdout.splitlines()[-14:] == ["0", *["2"] * 13]
+    assert done.stdout.splitlines()[-15:] == ["0", *["2"] * 14]
 
 
 def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):
