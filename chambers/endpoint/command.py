@@ -1,6 +1,7 @@
 """The command ``chambers api`` and its options."""
 
 import ipaddress
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,9 @@ class Api(BaseModelOptions):
                     access_log=False,
                     timeout_graceful_shutdown=5,
                 )
+                # uvicorn ends at these signals, and then raises them again.
+                for name in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(name, lambda *_: None)
                 uvicorn.Server(config).run(sockets=[listener])
         return 0
 

@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,29 +153,30 @@ class _Endpoint:
         prompt: Callable[[], torch.Tensor],
         form: type[ChatReply | CompletionReply],
     ) -> Response:
-        pieces = await self._submit(wanted, parameter, prompt)
-        reply = form(wanted.model, self.answerer.tokenizer, pieces.prompt_tokens)
+        submitted = await self._submit(wanted, parameter, prompt)
+        reply = form(wanted.model, self.answerer.tokenizer, submitted.prompt_tokens)
+        pieces = submitted.until_disconnected(http)
         if not wanted.stream:
-            async for piece in pieces.until_disconnected(http):
-                reply.add(piece)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    reply.add(piece)
             return JSONResponse(reply.whole())
         # The first piece is awaited here, so that an error has its own status.
-        first = await anext(aiter(pieces))
+        first = await anext(pieces)
         usage = wanted.stream_options is not None and wanted.stream_options.include_usage
 
         async def events() -> AsyncIterator[str]:
             try:
                 yield _event(reply.chunk(first))
-                if first.finish_reason is None:
-                    async for piece in pieces:
-                        yield _event(reply.chunk(piece))
+                async for piece in pieces:
+                    yield _event(reply.chunk(piece))
                 if usage:
                     yield _event(reply.usage_chunk())
                 yield "data: [DONE]\n\n"
             except ApiError as error:
                 yield _event({"error": error.body})
             finally:
-                pieces.cancel()
+                await pieces.aclose()
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -236,8 +237,8 @@ class _Pieces:
             if piece.finish_reason is not None:
                 return
 
-    async def until_disconnected(self, http: HttpRequest) -> AsyncIterator[Piece]:
-        """Yield the pieces; cancel the request if its client disconnects."""
+    async def until_disconnected(self, http: HttpRequest) -> AsyncGenerator[Piece]:
+        """Yield the pieces; cancel the request if its client disconnects or this is closed."""
 
         async def watch() -> None:
             while not await http.is_disconnected():
@@ -251,6 +252,7 @@ class _Pieces:
                 yield piece
         finally:
             watching.cancel()
+            self.cancel()
 
 
 def _event(content: dict[str, Any]) -> str:
