@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,22 +28,25 @@ class Machine:
 
     cores: int
     memory: int  # available memory in bytes
-    gpu_memory: tuple[int, ...] = ()  # available memory of each GPU that PyTorch can use
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return len(self.gpu_memory)
+    gpus: int = 0  # number of GPUs that PyTorch can use
+    gpu_memory: tuple[int, ...] = ()  # available memory of each GPU; empty if it is unknown
 
 
 def this_machine() -> Machine:
     """Return the cores, the available memory and the GPUs of this machine."""
     import torch
 
+    gpus = torch.cuda.device_count()
+    free: list[int] = []
+    if gpus:
+        # In another process, because the query creates a context on each GPU.
+        query = f"import torch; print(*(torch.cuda.mem_get_info(i)[0] for i in range({gpus})))"
+        command = [sys.executable, "-c", query]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+        free = [int(size) for size in output.split()]
     count = getattr(os, "process_cpu_count", os.cpu_count)  # process_cpu_count requires Python 3.13
     memory = psutil.virtual_memory().available
-    gpu_memory = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
-    return Machine(count() or 1, memory, tuple(gpu_memory))
+    return Machine(count() or 1, memory, gpus, tuple(free))
 
 
 def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:

@@ -84,7 +84,8 @@ class LaneModel:
 
     def use(self, chosen: str, adapters: State | None) -> None:
         """Select one of the server's models, with the client's part of its adapter."""
-        if chosen != self._chosen:
+        # Adapters whose parts in the body are equal have the same name at the server.
+        if chosen != self._chosen or adapters is not self._adapters:
             self._chosen, self._adapters = chosen, adapters
             self._attempt(lambda: self._model.choose(chosen, adapters))
 

@@ -77,7 +77,8 @@ class RunConfig(Section):
         le=1,
         description="Share of the connected clients that train in a round, but at least "
         "`min-nodes` clients. They are drawn anew for each round, from `seed`. Evaluations ask one "
-        "draw of the same size, so that losses of different rounds are comparable.",
+        "draw of the same size, so that losses of different rounds are comparable; only these "
+        "clients save the final adapters on their own disks.",
     )
     max_share: float = Field(
         0.75,
@@ -245,8 +246,8 @@ class RunConfig(Section):
         return self.evaluate.batch_size * sum(self.row_with_answer.values())
 
     def sampled(self, clients: int) -> int:
-        """Return how many of the connected clients train in a round (``sample``)."""
-        return min(clients, max(1, round(self.sample * clients)))
+        """Return how many of the connected clients train in a round."""
+        return min(clients, max(self.min_nodes, round(self.sample * clients)))
 
     @property
     def reply_timeout(self) -> float:

@@ -172,8 +172,9 @@ class Participants:
 
     @property
     def all_withhold(self) -> bool:
-        """Whether the policies of all recipients of the last messages withhold importance."""
-        return bool(self._asked) and all(p.withholds for p in self._asked.values())
+        """Whether the policies of all connected clients withhold importance."""
+        connected = [p for p in self._registered.values() if p.name in self._connected]
+        return bool(connected) and all(p.withholds for p in connected)
 
     def recipient_of(self, message: Message) -> Participant:
         """Return the recipient of a message."""
@@ -210,11 +211,11 @@ class Participants:
 
     def _drawn(self, connected: Collection[Participant], draw: int) -> list[Participant]:
         """Return ``sample`` of the participants, at least ``min-nodes``, sorted by name."""
-        names = sorted(p.name for p in connected)
-        count = max(self._config.sampled(len(names)), min(self._config.min_nodes, len(names)))
-        seed = derive_seed("sample", self._config.seed, draw)
-        drawn = {*Random(seed).sample(names, count)}
-        return sorted((p for p in connected if p.name in drawn), key=lambda p: p.name)
+        seed = self._config.seed
+        # With each client's own random number, others that join or leave hardly change the draw.
+        drawn = sorted(connected, key=lambda p: derive_seed("sample", seed, draw, p.name))
+        count = self._config.sampled(len(drawn))
+        return sorted(drawn[:count], key=lambda p: p.name)
 
     def check(
         self, reply: Message, sender: Participant, reference: ArrayRecord | None, minimum: float

@@ -2,9 +2,10 @@
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -14,16 +15,19 @@ import torch
 
 from chambers.errors import CommandError
 from chambers.lane_model import LaneModel, explained
-from chambers.models import Source, check_length, opened
+from chambers.models import Source, opened
 from finetuning.adapters.adapter import load_adapter
 from finetuning.data.tokenization import end_marks
-from finetuning.devices import memory_problem
+from finetuning.devices import is_broken, memory_problem
+from finetuning.errors import UserError
 from finetuning.evaluation.generation import sampling
+from finetuning.model.positions import trained_positions
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import set_seed
 from split.protocol.errors import LaneError
 
 _log = logging.getLogger(__name__)
+_LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity
 
 
 class BusyError(RuntimeError):
@@ -88,6 +92,16 @@ class Answerer:
         self.sources = sources
         self.tokenizer = tokenizer
         self.limits = limits
+        for first_source, source in pairwise(sources.values()):
+            if (source.directory, source.settings) != (
+                first_source.directory,
+                first_source.settings,
+            ):
+                raise CommandError(
+                    "the adapters have different base models, or runs with different precisions or "
+                    "quantisations; name one with --model, --dtype or --quantization, or serve "
+                    "them separately"
+                )
         adapters = [s.adapter for s in sources.values() if s.adapter is not None]
         for first, other in pairwise(adapters):
             if other.settings != first.settings:
@@ -95,7 +109,10 @@ class Answerer:
                     f"the adapters in {first.directory} and {other.directory} differ in kind, "
                     "rank, scale or targets; serve them separately"
                 )
+        self._positions = trained_positions(next(iter(sources.values())).directory)
         self.waiting: list[Request] = []
+        self._running: list[Request] = []
+        self.broken = False  # whether a GPU kernel has failed, so that no request can be answered
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
@@ -110,23 +127,30 @@ class Answerer:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._stopping = True
-            for request in self.waiting:
+            for request in [*self.waiting, *self._running]:
                 request.cancelled.set()
             self._changed.notify()
         self._thread.join()
         self._resources.close()
 
-    def check(self, request: Request) -> None:
-        """Raise ``UserError`` if the prompt is too long here, for the model or for a lane."""
-        length, limit = len(request.prompt), self.limits.max_prompt_length
-        if length > limit:
-            raise CommandError(f"the prompt has {length} tokens; at most {limit} are allowed")
-        source = self.sources[request.model]
-        check_length(source, (len(request.prompt), "the prompt"), request.max_tokens)
+    def room(self, model: str, prompt_length: int) -> int:
+        """Return the maximum number of tokens in the answer to a prompt.
+
+        Raise ``CommandError`` if the prompt is too long here, for the model or for a block server.
+        """
+        source = self.sources[model]
+        positions = min(self._positions, source.max_tokens) - source.columns_before
+        longest = min(self.limits.max_prompt_length, source.max_prompt_length, int(positions) - 1)
+        if not 1 <= prompt_length <= longest:
+            raise CommandError(
+                f"the prompt has {prompt_length} tokens; it must have 1 to {longest}"
+            )
+        return min(self.limits.max_new_tokens, int(positions) - prompt_length)
 
     def submit(self, request: Request) -> None:
         """Queue a request; raise `BusyError` if too many are waiting."""
         with self._changed:
+            self.waiting = [r for r in self.waiting if not r.cancelled.is_set()]
             if len(self.waiting) >= self.limits.queue:
                 raise BusyError(f"{len(self.waiting)} requests are waiting; try again later")
             self.waiting.append(request)
@@ -144,12 +168,20 @@ class Answerer:
                     self._open()
                 self._answer(batch)
             except Exception as error:
-                _log.debug("a batch failed", exc_info=error)
+                # Without the error's text, which may quote a prompt.
+                _log.warning("a batch failed: %s", type(error).__name__)
                 for request in batch:
                     request.emit(self._described(error, batch[0]))
                 if isinstance(self._model, LaneModel):  # open another lane for the next batch
-                    self._model = None
-                    self._resources.close()
+                    self._close()
+                elif is_broken():
+                    self.broken = True
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    def _close(self) -> None:
+        resources, self._resources, self._model = self._resources, ExitStack(), None
+        with suppress(UserError, LaneError, OSError):  # the lane has failed already
+            resources.close()
 
     def _described(self, error: Exception, request: Request) -> Exception:
         """Convert errors of a lane and of memory to texts for users."""
@@ -168,6 +200,7 @@ class Answerer:
                 if self.waiting:
                     batch = self._first_batch()
                     self.waiting = [r for r in self.waiting if r not in batch]
+                    self._running = batch
                     return batch
                 self._changed.wait()
         return []
@@ -285,13 +318,16 @@ class _Row:
         if found:
             text = text[: min(found)]
         elif reason is None:
-            text = text[: len(text) - self._withheld].rstrip("\ufffd")  # an incomplete character
+            text = text[: max(0, len(text) - self._withheld)].rstrip(
+                "\ufffd"
+            )  # an incomplete character
         piece = Piece(text[self._emitted :], None if ended else token, finish_reason=reason)
         self._emitted = max(self._emitted, len(text))
         self.over = reason is not None
         if self.request.likeliest is not None and not ended:
             row = logits.float().log_softmax(-1)
-            values, tokens = row.topk(self.request.likeliest)
+            row = row.clamp_min(_LOWEST)
+            values, tokens = row.topk(min(self.request.likeliest, len(row)))
             likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
             piece = replace(piece, log_probability=float(row[token]), likeliest=likeliest)
         self.request.emit(piece)

@@ -103,6 +103,8 @@ class Api(BaseModelOptions):
                 for name in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(name, lambda *_: None)
                 uvicorn.Server(config).run(sockets=[listener])
+            if answerer.broken:
+                raise CommandError("a GPU kernel has failed, after which this process can run none")
         return 0
 
     def sources(self) -> "dict[str, Source]":

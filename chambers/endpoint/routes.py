@@ -2,19 +2,19 @@
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -29,6 +29,7 @@ from finetuning.errors import UserError
 
 _INVALID = "invalid_request_error"
 _MAX_BODY = 4 * 2**20
+_LOWEST_TEMPERATURE = 0.01
 # Seconds between checks whether the client is still connected.
 _CHECK_SECONDS = 0.5
 
@@ -45,9 +46,6 @@ class ApiError(Exception):
 def routes(answerer: Answerer, key: str | None) -> Starlette:
     """Return the application; with a key, requests without it are refused."""
     endpoint = _Endpoint(answerer, key)
-    # Without a key, only this machine's names are accepted: a web page whose name is made to point
-    # to loopback must not be able to ask.
-    hosts = ["*"] if key else ["localhost", "127.0.0.1", "[::1]"]
     return Starlette(
         routes=[
             Route("/v1/models", endpoint.models),
@@ -55,8 +53,7 @@ def routes(answerer: Answerer, key: str | None) -> Starlette:
             Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
             Route("/v1/completions", endpoint.completion, methods=["POST"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http},
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail},
     )
 
 
@@ -69,6 +66,20 @@ async def _refuse_http(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = ApiError(error.status_code, error.detail, _INVALID).body
     return JSONResponse({"error": body}, error.status_code)
+
+
+async def _fail(_: HttpRequest, error: Exception) -> Response:
+    body = ApiError(500, f"the request failed ({type(error).__name__})", "server_error").body
+    return JSONResponse({"error": body}, 500)
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a Host header names this machine itself."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -113,6 +124,9 @@ class _Endpoint:
         return {"id": name, "object": "model", "created": self.started, "owned_by": "chambers"}
 
     def _authenticate(self, http: HttpRequest) -> None:
+        # A web page whose name is made to point to loopback must not be able to ask.
+        if self.key is None and not _is_loopback(http.headers.get("host", "")):
+            raise ApiError(400, "without a key, the host must be this machine", _INVALID)
         given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
             raise ApiError(401, "the API key is missing or wrong", "authentication_error")
@@ -183,26 +197,25 @@ class _Endpoint:
     async def _submit(
         self, wanted: Any, parameter: str, prompt: Callable[[], torch.Tensor]
     ) -> "_Pieces":
-        limit = self.answerer.limits.max_new_tokens
-        if (wanted.most or 0) > limit:
-            raise ApiError(
-                400, f"max_tokens = {wanted.most}: at most {limit}", _INVALID, "max_tokens"
-            )
         pieces = _Pieces(asyncio.get_running_loop())
         try:
             tokens = await asyncio.to_thread(prompt)
+            room = self.answerer.room(wanted.model, len(tokens))
+            if (wanted.most or 0) > room:
+                raise ApiError(
+                    400, f"max_tokens = {wanted.most}: at most {room}", _INVALID, "max_tokens"
+                )
             request = Request(
                 model=wanted.model,
                 prompt=tokens,
-                max_tokens=wanted.most or limit,
+                max_tokens=wanted.most or room,
                 emit=pieces.emit,
-                temperature=1.0 if wanted.temperature is None else wanted.temperature,
+                temperature=_temperature(wanted.temperature),
                 top_p=1.0 if wanted.top_p is None else wanted.top_p,
                 seed=wanted.seed,
                 stop=wanted.stops,
                 likeliest=wanted.likeliest,
             )
-            self.answerer.check(request)
             self.answerer.submit(request)
         except UserError as error:
             raise ApiError(400, str(error), _INVALID, parameter) from error
@@ -255,5 +268,11 @@ class _Pieces:
             self.cancel()
 
 
+def _temperature(wanted: float | None) -> float:
+    # Divided by almost 0, logits are infinite.
+    temperature = 1.0 if wanted is None else wanted
+    return temperature if temperature >= _LOWEST_TEMPERATURE else 0.0
+
+
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content)}\n\n"

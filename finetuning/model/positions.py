@@ -19,6 +19,15 @@ _TABLE = re.compile(r"wpe|positions?_embed|embed_positions|pos_encoding")
 _MAX_EXTRA = 2
 
 
+def trained_positions(directory: Path) -> float:
+    """Return the number of positions that a row can have without loss of quality."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    return min(most if isinstance(most, int) else math.inf, _fixed_up_to(config))
+
+
 @one_at_a_time
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     """Raise a BaseModelError for rows longer than a model's table of position embeddings.

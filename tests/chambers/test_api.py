@@ -1,5 +1,7 @@
 """``chambers api``: OpenAI's own client, and clients that ask for what isn't allowed."""
 
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 import torch
 import uvicorn
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chambers.__main__ import parse
@@ -23,7 +26,7 @@ from chambers.endpoint.answering import Answerer, Limits
 from chambers.endpoint.routes import routes
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
-from tests.chambers.conftest import ROOT, refused, told
+from tests.chambers.conftest import ROOT, refused, told, write_run
 from tests.chambers.test_serve import serving_here
 from tests.waiting import wait_until
 
@@ -102,6 +105,24 @@ def test_a_lane_answers_as_the_whole_model_does(run_folder, tmp_path, capsys, wh
                 assert said == [text_of(ask(whole[0], q, model)) for q in QUESTIONS]
 
 
+def test_adapters_that_are_equal_at_the_server_differ_here(run_folder, tmp_path):
+    """As after a serial round: the body is shared, heads and tails are each client's own."""
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    own, alpha = [folder / "adapter_model.safetensors" for folder in adapters(run)]
+    body = {n: t for n, t in load_file(own).items() if re.search(r"layers\.[12]\.", n)}
+    save_file(load_file(alpha) | body, alpha)
+    with answering(*adapters(run)) as (client, _):
+        expected = [text_of(ask(client, QUESTIONS[1], model)) for model in ("global", "alpha")]
+    assert expected[0] != expected[1]
+    with serving_here(tmp_path / "invitations", run) as (_, files):
+        words = (*adapters(run), "--invitation", files["alpha"])
+        with answering(*words) as (client, _):
+            for _ in range(2):
+                said = [text_of(ask(client, QUESTIONS[1], model)) for model in ("global", "alpha")]
+                assert said == expected
+
+
 def test_a_block_server_that_is_gone_is_named_and_asked_again(run_folder, tmp_path, whole):
     own, _ = adapters(run_folder)
     with serving_here(tmp_path, run_folder) as (_, files):
@@ -146,6 +167,10 @@ def test_answers_end_at_stop_texts_and_limits(whole):
         else:
             said, reason = text_of(reply), reply
         assert (said.strip(), reason.choices[0].finish_reason) == (before, "stop")
+    for length in (4, 12):  # of which nothing is said, although it takes several tokens
+        assert text_of(ask(client, QUESTIONS[1], stop=text[:length])) == ""
+        chunks = [*ask(client, QUESTIONS[1], stop=text[:length], stream=True)]
+        assert not "".join(c.choices[0].delta.content for c in chunks).strip()
     short = ask(client, QUESTIONS[1], max_tokens=2)
     assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 2)
 
@@ -243,7 +268,7 @@ def test_a_full_queue_is_refused(run_folder):
 
 BAD = {
     "model": ({"model": "gpt"}, 404, "no such model; models: .*global"),
-    "length": ({"messages": [{"role": "user", "content": "a " * 500}]}, 400, "at most 64"),
+    "length": ({"messages": [{"role": "user", "content": "a " * 500}]}, 400, "1 to 64"),
     "max_tokens": ({"max_tokens": 10**9}, 400, "at most 100"),
     "no tokens": ({"max_tokens": 0}, 400, "greater than or equal to 1"),
     "type": ({"temperature": "0"}, 400, "temperature: Input should be a valid number"),
@@ -299,8 +324,12 @@ def test_a_key_is_needed_where_there_is_one(run_folder, tmp_path, capsys):
     assert "openssl" in refused(capsys, "api", own, "--key-file", tmp_path / "key")
 
 
-def test_models_that_can_t_be_served_together_are_refused(run_folder, tmp_path, capsys):
+def test_models_that_can_t_be_served_together_are_refused(run_folder, base, tmp_path, capsys):
     own, alpha = adapters(run_folder)
+    shutil.copytree(base, tmp_path / "other")
+    other = write_run(tmp_path / "run", tmp_path / "other") / "adapters" / "clients" / "beta"
+    words = ("--listen", "127.0.0.1:0")
+    assert "different base models" in refused(capsys, "api", own, other, *words)
     assert "named global" in refused(capsys, "api", own, own)
     assert "there is no folder" in refused(capsys, "api", tmp_path / "none")
     assert "IP_ADDRESS:PORT" in refused(capsys, "api", alpha, "--listen", "localhost")

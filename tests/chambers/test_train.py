@@ -282,7 +282,7 @@ def test_actors_are_bounded_by_cores_and_memory(settings, clients, cores, gib, e
 
 def test_clients_share_gpus():
     """Those that take turns have one each; those that train at once have equal shares."""
-    machine = Machine(cores=16, memory=2**40, gpu_memory=(2**34, 2**34))
+    machine = Machine(cores=16, memory=2**40, gpus=2)
     assert count_actors(parse_run_config({}), 5, machine) == 2
     together = {"strategy": "fl-glm", "split.schedule": "client-batch"}
     assert count_actors(parse_run_config(together), 5, machine) == 5
