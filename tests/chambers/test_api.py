@@ -123,6 +123,7 @@ def test_adapters_that_are_equal_at_the_server_differ_here(run_folder, tmp_path)
                 assert said == expected
 
 
+@pytest.mark.slow
 def test_a_block_server_that_is_gone_is_named_and_asked_again(run_folder, tmp_path, whole):
     own, _ = adapters(run_folder)
     with serving_here(tmp_path, run_folder) as (_, files):
@@ -222,6 +223,7 @@ def test_a_text_is_continued(whole, base):
     assert len(reply.choices[0].logprobs.token_logprobs) == 5
 
 
+@pytest.mark.slow
 def test_requests_at_once_get_their_own_answers_and_cancelled_ones_end(whole):
     client, answerer = whole
     questions = [f"{a} {b}" for a in QUESTIONS for b in ("and", "or", "of", "town")]

@@ -1,5 +1,6 @@
 """Rounds with a sample of the clients."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ def test_each_round_draws_anew_and_evaluations_ask_one_draw(values, tmp_path):
     assert {*journal.kept} == {name for names in trained for name in names}
 
 
+@pytest.mark.slow
 def test_the_draw_depends_on_the_seed_alone(values, tmp_path):
     rounds = [
         [
