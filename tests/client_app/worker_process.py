@@ -26,7 +26,7 @@ class RunningWorker:
         return len(re.findall(r"is ready in", self.log.read_text()))
 
     def wait_until_it_answers(self, count: int) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while self.answered() < count:
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.01)
@@ -45,7 +45,7 @@ def running_worker(folder: Path, *arguments: str) -> Iterator[RunningWorker]:
             stderr=subprocess.STDOUT,
         )
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not socket.exists():
             assert process.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.05)
