@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from chambers.errors import CommandError
@@ -24,7 +24,7 @@ class GpuMemory:
 
     context: int
     weights: int
-    activations: int
+    activations: int  # 0 if the hidden size is unknown, as with GGUF files
 
     @property
     def total(self) -> int:
@@ -37,22 +37,22 @@ class GpuMemory:
         return self.context + self.weights
 
     def __str__(self) -> str:
-        parts = {
-            "context": self.context,
-            "weights": self.weights,
-            "activations": self.activations,
-        }
+        parts = asdict(self)
+        if not self.activations:
+            del parts["activations"]
         named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+        if not self.activations:
+            named += ", and activations"
         return f"about {self.total / 2**30:.1f} GiB ({named})"
 
 
 def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) -> str:
-    """Describe what the actors, and a server on the same GPUs, need of the GPUs' free memory.
+    """Describe what clients and server need of the GPUs' memory; ``free`` is in bytes per GPU.
 
     Raise ``CommandError`` if not even their contexts and weights fit. Activations are estimates, so
     a run that they may not fit in isn't refused.
     """
-    client, server = estimate(config, checkpoint)
+    client, server = _estimate(config, checkpoint)
     each = math.ceil(actors / len(free))
     text = f"GPU memory: {client} for a client"
     fixed, total = each * client.fixed, each * client.total
@@ -73,7 +73,7 @@ def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) 
     return text
 
 
-def estimate(config: RunConfig, checkpoint: Path) -> tuple[GpuMemory, GpuMemory | None]:
+def _estimate(config: RunConfig, checkpoint: Path) -> tuple[GpuMemory, GpuMemory | None]:
     """Estimate a client's memory and, with fl-glm, the server's, which all GPUs share."""
     blocks = count_blocks(checkpoint) or 0
     if config.strategy != "fl-glm":

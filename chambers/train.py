@@ -60,16 +60,14 @@ class Train:
             "Number of simulated clients; default: one for each folder in data.path, else 3.", "N"
         ),
     ] = None
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the log of the run too.")] = (
-        False
-    )
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the run's log too.")] = False
 
     def __call__(self) -> int:
         """Train; return 0 only if the run completed."""
         check_at_least_one(self, "clients")
         values = read_settings(self.settings or [])
         clients = self.clients or count_clients(values)
-        # Whether min-nodes can be met is checked below; its default depends on other settings.
+        # The default of min-nodes depends on ``sample``.
         config = parse_run_config(_app_config() | {"min-nodes": 1} | values)
         values.setdefault("min-nodes", config.sampled(clients))
         config = parse_run_config(_app_config() | values)
@@ -106,9 +104,7 @@ class Train:
 def read_settings(settings: list[str]) -> dict[str, Any]:
     """Merge presets, files and ``KEY=VALUE`` pairs; convert relative paths to absolute paths.
 
-    Raises:
-        CommandError: A setting is neither KEY=VALUE, nor a file of settings, nor a preset.
-
+    Raise ``CommandError`` if a setting is none of these.
     """
     tables: dict[str, Any] = {}
     keys: dict[str, Any] = {}
@@ -178,9 +174,8 @@ def check_inputs(config: RunConfig, clients: int) -> None:
 
     Raises:
         CommandError: A file is missing or can't be used.
-        ConfigError: The run can't be resumed at all, or can't be resumed with this config.
+        ConfigError: The run can't be resumed, or not with this config.
         DataError: Rows are malformed; the message names files and lines.
-
     """
     if config.data.path:
         _check_data(config.data, clients)

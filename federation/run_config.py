@@ -76,9 +76,9 @@ class RunConfig(Section):
         gt=0,
         le=1,
         description="Share of the connected clients that train in a round, but at least "
-        "`min-nodes` clients. They are drawn anew for each round, from `seed`. Evaluations ask one "
-        "draw of the same size, so that losses of different rounds are comparable; only these "
-        "clients save the final adapters on their own disks.",
+        "`min-nodes` clients. For each round, a new sample is drawn with `seed`. Evaluations ask "
+        "one fixed sample of the same size, so that losses of different rounds are comparable; "
+        "only these clients save the final adapters on their own disks.",
     )
     max_share: float = Field(
         0.75,

@@ -194,7 +194,7 @@ class Participants:
     ) -> Iterator[Message]:
         """Create a message for every connected participant or, with ``sample``, for some of them.
 
-        Equal numbers ``draw`` draw the same participants. Messages are sorted by name or, with
+        Calls with equal ``draw`` select the same participants. Messages are sorted by name or, with
         ``order`` as the seed, shuffled.
 
         The recipients are recorded immediately. Each message is created when the iterator reaches

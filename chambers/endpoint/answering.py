@@ -4,15 +4,16 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 
 import torch
 
+from chambers.endpoint.answer_stream import AnswerStream, Request
 from chambers.errors import CommandError
 from chambers.lane_model import LaneModel, explained
 from chambers.models import Source, opened
@@ -27,7 +28,6 @@ from finetuning.randomness import set_seed
 from split.protocol.errors import LaneError
 
 _log = logging.getLogger(__name__)
-_LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity
 
 
 class BusyError(RuntimeError):
@@ -44,64 +44,24 @@ class Limits:
     max_new_tokens: int  # number of tokens of an answer
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of an answer: the text of a token, which can be empty, and the reason of an end."""
-
-    text: str
-    token: int | None = None  # None for text that was withheld until the end
-    log_probability: float | None = None  # in nats; None if it wasn't requested
-    likeliest: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, with log-probabilities
-    finish_reason: str | None = None  # "stop" or "length"
-
-
-@dataclass(eq=False)
-class Request:
-    """A request for one answer; ``emit`` is called with each piece, or with an error."""
-
-    model: str
-    prompt: torch.Tensor  # (tokens,) int64
-    max_tokens: int
-    emit: Callable[[Piece | Exception], None]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    likeliest: int | None = None  # number of tokens in ``Piece.likeliest``; None to omit all
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def shares_batch_with(self, other: "Request") -> bool:
-        """Return whether both can be answered by one call of ``generate``.
-
-        An answer with a seed must not depend on others, so it is sampled alone.
-        """
-        drawn = self.temperature > 0 and (self.seed, other.seed) != (None, None)
-        same = (self.model, self.temperature, self.top_p)
-        return not drawn and same == (other.model, other.temperature, other.top_p)
-
-
 class Answerer:
     """Answers requests for several models with the same base model.
 
-    Use it as a context manager, which loads the model, or opens a lane. ``sources`` are keyed by
-    name; all adapters must have the same kind, rank and targets. ``waiting`` has the requests that
-    are waiting.
+    Use it as a context manager, which loads the model or opens a lane. ``sources`` are keyed by
+    name. ``waiting`` contains the queued requests. Raise ``CommandError`` if base models differ, or
+    adapters differ in kind, rank, scale or targets.
     """
 
     def __init__(self, sources: Mapping[str, Source], tokenizer: Any, limits: Limits) -> None:
         self.sources = sources
         self.tokenizer = tokenizer
         self.limits = limits
-        for first_source, source in pairwise(sources.values()):
-            if (source.directory, source.settings) != (
-                first_source.directory,
-                first_source.settings,
-            ):
-                raise CommandError(
-                    "the adapters have different base models, or runs with different precisions or "
-                    "quantisations; name one with --model, --dtype or --quantization, or serve "
-                    "them separately"
-                )
+        if len({(source.directory, source.settings) for source in sources.values()}) > 1:
+            raise CommandError(
+                "the adapters have different base models, or runs with different precisions or "
+                "quantisations; name one with --model, --dtype or --quantization, or serve them "
+                "separately"
+            )
         adapters = [s.adapter for s in sources.values() if s.adapter is not None]
         for first, other in pairwise(adapters):
             if other.settings != first.settings:
@@ -133,7 +93,7 @@ class Answerer:
         self._thread.join()
         self._resources.close()
 
-    def room(self, model: str, prompt_length: int) -> int:
+    def max_new_tokens(self, model: str, prompt_length: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt.
 
         Raise ``CommandError`` if the prompt is too long here, for the model or for a block server.
@@ -176,6 +136,7 @@ class Answerer:
                     self._close()
                 elif is_broken():
                     self.broken = True
+                    # The HTTP server ends the process in order at this signal.
                     os.kill(os.getpid(), signal.SIGTERM)
 
     def _close(self) -> None:
@@ -224,7 +185,7 @@ class Answerer:
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         tokens = pad([r.prompt for r in batch], padding_value=self.tokenizer.pad_token_id)
         ends = {*self._model.end_tokens, *end_marks(self.tokenizer)}
-        following = Following(batch, self.tokenizer, ends, tokens.shape[1])
+        stream = AnswerStream(batch, self.tokenizer, ends, tokens.shape[1])
         set_seed(int.from_bytes(os.urandom(4)) if first.seed is None else first.seed)
         with ExitStack() as selected:
             self._select(source, selected)
@@ -234,8 +195,8 @@ class Answerer:
                 max(r.max_tokens for r in batch),
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=sorted(ends) or None,
-                logits_processor=[following.logits],
-                stopping_criteria=[following],
+                logits_processor=[stream.logits],
+                stopping_criteria=[stream],
                 **sampling(first.temperature, first.top_p),
             )
 
@@ -248,86 +209,3 @@ class Answerer:
                 load_adapter(self._model.peft_model, source.adapter.state)
             elif any(s.adapter is not None for s in self.sources.values()):
                 selected.enter_context(self._model.without_adapter())
-
-
-class _Logits:
-    """Keeps the logits of the next tokens, before temperature and ``top_p``."""
-
-    def __init__(self) -> None:
-        self.latest = torch.empty(0)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.latest = scores
-        return scores
-
-
-class Following:
-    """Emits the answers' texts during generation, and ends each at its own limits.
-
-    If a lane was replaced, generation starts again with the same random numbers, and tokens that
-    were already emitted are skipped.
-    """
-
-    def __init__(
-        self, batch: Sequence[Request], tokenizer: Any, ends: set[int], columns: int
-    ) -> None:
-        self.logits = _Logits()
-        self._columns = columns
-        self._rows = [_Row(request, tokenizer, ends) for request in batch]
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """Return (rows,) whether each answer is complete."""
-        done = input_ids.shape[1] - self._columns
-        latest = input_ids[:, -1].tolist()
-        for index, row in enumerate(self._rows):
-            if row.count < done and not row.over:
-                row.add(latest[index], self.logits.latest[index])
-        over = [row.over for row in self._rows]
-        return torch.tensor(over, device=input_ids.device)
-
-
-class _Row:
-    """The answer to one request so far."""
-
-    def __init__(self, request: Request, tokenizer: Any, ends: set[int]) -> None:
-        self.request = request
-        self.count = 0
-        self.over = False
-        self._tokenizer = tokenizer
-        self._ends = ends
-        self._tokens: list[int] = []
-        self._emitted = 0
-        # Text that may be the beginning of a stop sequence is withheld.
-        self._withheld = max((len(stop) - 1 for stop in request.stop), default=0)
-
-    def add(self, token: int, logits: torch.Tensor) -> None:
-        """Add a token, and emit the text that can no longer change."""
-        self.count += 1
-        if self.request.cancelled.is_set():
-            self.over = True
-            return
-        ended = token in self._ends
-        if not ended:
-            self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        start = max(0, self._emitted - self._withheld)
-        found = [i for stop in self.request.stop if (i := text.find(stop, start)) >= 0]
-        reason = "length" if self.count == self.request.max_tokens else None
-        if ended or found:
-            reason = "stop"
-        if found:
-            text = text[: min(found)]
-        elif reason is None:
-            text = text[: max(0, len(text) - self._withheld)].rstrip(
-                "\ufffd"
-            )  # an incomplete character
-        piece = Piece(text[self._emitted :], None if ended else token, finish_reason=reason)
-        self._emitted = max(self._emitted, len(text))
-        self.over = reason is not None
-        if self.request.likeliest is not None and not ended:
-            row = logits.float().log_softmax(-1)
-            row = row.clamp_min(_LOWEST)
-            values, tokens = row.topk(min(self.request.likeliest, len(row)))
-            likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-            piece = replace(piece, log_probability=float(row[token]), likeliest=likeliest)
-        self.request.emit(piece)

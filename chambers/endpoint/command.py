@@ -95,7 +95,7 @@ class Api(BaseModelOptions):
                 print(f"answering at http://{shown}:{port}/v1", flush=True)
                 config = uvicorn.Config(
                     routes(answerer, key),
-                    log_level="warning",
+                    log_level="critical",  # tracebacks may quote prompts
                     access_log=False,
                     timeout_graceful_shutdown=5,
                 )

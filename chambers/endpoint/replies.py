@@ -5,7 +5,7 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from chambers.endpoint.answering import Piece
+from chambers.endpoint.answer_stream import Piece
 
 
 class Reply(ABC):

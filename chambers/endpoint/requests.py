@@ -71,7 +71,7 @@ class Chat(Parameters):
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
     @property
-    def most(self) -> int | None:
+    def answer_tokens(self) -> int | None:
         """Maximum number of tokens in the answer."""
         return self.max_completion_tokens or self.max_tokens
 
@@ -91,7 +91,7 @@ class Completion(Parameters):
     best_of: Literal[1] | None = None
 
     @property
-    def most(self) -> int | None:
+    def answer_tokens(self) -> int | None:
         """Maximum number of tokens in the continuation."""
         return self.max_tokens
 

@@ -20,7 +20,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from chambers.endpoint.answering import Answerer, BusyError, Piece, Request
+from chambers.endpoint.answer_stream import Piece, Request
+from chambers.endpoint.answering import Answerer, BusyError
 from chambers.endpoint.replies import ChatReply, CompletionReply
 from chambers.endpoint.requests import Chat, Completion
 from finetuning.data.prompts import parse_prompt, tokenize_prompts
@@ -28,7 +29,7 @@ from finetuning.data.rows import Row
 from finetuning.errors import UserError
 
 _INVALID = "invalid_request_error"
-_MAX_BODY = 4 * 2**20
+_MAX_BODY = 4 * 2**20  # in bytes
 _LOWEST_TEMPERATURE = 0.01
 # Seconds between checks whether the client is still connected.
 _CHECK_SECONDS = 0.5
@@ -53,24 +54,17 @@ def routes(answerer: Answerer, key: str | None) -> Starlette:
             Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
             Route("/v1/completions", endpoint.completion, methods=["POST"]),
         ],
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refuse),
     )
 
 
 async def _refuse(_: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+    """Return an error in the form of OpenAI's API; unexpected ones without their text."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail, _INVALID)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"the request failed ({type(error).__name__})", "server_error")
     return JSONResponse({"error": error.body}, error.status)
-
-
-async def _refuse_http(_: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body = ApiError(error.status_code, error.detail, _INVALID).body
-    return JSONResponse({"error": body}, error.status_code)
-
-
-async def _fail(_: HttpRequest, error: Exception) -> Response:
-    body = ApiError(500, f"the request failed ({type(error).__name__})", "server_error").body
-    return JSONResponse({"error": body}, 500)
 
 
 def _is_loopback(host: str) -> bool:
@@ -200,15 +194,18 @@ class _Endpoint:
         pieces = _Pieces(asyncio.get_running_loop())
         try:
             tokens = await asyncio.to_thread(prompt)
-            room = self.answerer.room(wanted.model, len(tokens))
-            if (wanted.most or 0) > room:
+            limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
+            if (wanted.answer_tokens or 0) > limit:
                 raise ApiError(
-                    400, f"max_tokens = {wanted.most}: at most {room}", _INVALID, "max_tokens"
+                    400,
+                    f"max_tokens = {wanted.answer_tokens}: at most {limit}",
+                    _INVALID,
+                    "max_tokens",
                 )
             request = Request(
                 model=wanted.model,
                 prompt=tokens,
-                max_tokens=wanted.most or room,
+                max_tokens=wanted.answer_tokens or limit,
                 emit=pieces.emit,
                 temperature=_temperature(wanted.temperature),
                 top_p=1.0 if wanted.top_p is None else wanted.top_p,

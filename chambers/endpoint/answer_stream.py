@@ -1,0 +1,128 @@
+"""Requests, and the text of their answers, emitted piece by piece during generation."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+_LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer: the text of a token, which can be empty, and the reason of an end."""
+
+    text: str
+    token: int | None = None  # None for text that was withheld until the end
+    log_probability: float | None = None  # in nats; None if it wasn't requested
+    likeliest: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, with log-probabilities
+    finish_reason: str | None = None  # "stop" or "length"
+
+
+@dataclass(eq=False)
+class Request:
+    """A request for one answer; ``emit`` is called with each piece, or with an error."""
+
+    model: str
+    prompt: torch.Tensor  # (tokens,) int64
+    max_tokens: int
+    emit: Callable[[Piece | Exception], None]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    likeliest: int | None = None  # number of tokens in ``Piece.likeliest``; None to omit all
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def shares_batch_with(self, other: "Request") -> bool:
+        """Return whether both can be answered by one call of ``generate``.
+
+        An answer with a seed must not depend on others, so it is sampled alone.
+        """
+        drawn = self.temperature > 0 and (self.seed, other.seed) != (None, None)
+        same = (self.model, self.temperature, self.top_p)
+        return not drawn and same == (other.model, other.temperature, other.top_p)
+
+
+class _Logits:
+    """Keeps the logits of the next tokens, before temperature and ``top_p``."""
+
+    def __init__(self) -> None:
+        self.latest = torch.empty(0)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.latest = scores
+        return scores
+
+
+class AnswerStream:
+    """Emits the answers' texts during generation, and ends each at its own limits.
+
+    If a lane was replaced, generation starts again with the same random numbers, and tokens that
+    were already emitted are skipped.
+    """
+
+    def __init__(
+        self, batch: Sequence[Request], tokenizer: Any, ends: set[int], columns: int
+    ) -> None:
+        self.logits = _Logits()
+        self._columns = columns
+        self._rows = [_Row(request, tokenizer, ends) for request in batch]
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        """Return (rows,) whether each answer is complete; ``input_ids`` is (rows, columns)."""
+        done = input_ids.shape[1] - self._columns
+        latest = input_ids[:, -1].tolist()
+        for index, row in enumerate(self._rows):
+            if row.count < done and not row.over:
+                row.add(latest[index], self.logits.latest[index])
+        over = [row.over for row in self._rows]
+        return torch.tensor(over, device=input_ids.device)
+
+
+class _Row:
+    """The answer to one request so far."""
+
+    def __init__(self, request: Request, tokenizer: Any, ends: set[int]) -> None:
+        self.request = request
+        self.count = 0
+        self.over = False
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._tokens: list[int] = []
+        self._emitted = 0
+        # Text that may be the beginning of a stop sequence is withheld.
+        self._withheld = max((len(stop) - 1 for stop in request.stop), default=0)
+
+    def add(self, token: int, logits: torch.Tensor) -> None:
+        """Add a token, and emit the text that can no longer change."""
+        self.count += 1
+        if self.request.cancelled.is_set():
+            self.over = True
+            return
+        ended = token in self._ends
+        if not ended:
+            self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        start = max(0, self._emitted - self._withheld)
+        found = [i for stop in self.request.stop if (i := text.find(stop, start)) >= 0]
+        reason = "length" if self.count == self.request.max_tokens else None
+        if ended or found:
+            reason = "stop"
+        if found:
+            text = text[: min(found)]
+        elif reason is None:
+            # U+FFFD stands for the bytes of an incomplete character.
+            text = text[: max(0, len(text) - self._withheld)].rstrip("\ufffd")
+        piece = Piece(text[self._emitted :], None if ended else token, finish_reason=reason)
+        self._emitted = max(self._emitted, len(text))
+        self.over = reason is not None
+        if self.request.likeliest is not None and not ended:
+            row = logits.float().log_softmax(-1)
+            row = row.clamp_min(_LOWEST)
+            values, tokens = row.topk(min(self.request.likeliest, len(row)))
+            likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+            piece = replace(piece, log_probability=float(row[token]), likeliest=likeliest)
+        self.request.emit(piece)
