@@ -1,9 +1,13 @@
-"""The schedules on a GPU, with models of 1 to 7 billion random weights: ``python -m bench.gpu``.
+"""Training on a GPU, with models of 1 to 7 billion random weights: ``python -m bench.gpu``.
 
-    python -m bench.gpu [--size 1b 3b 7b] [--clients 2 4 8] [--schedules serial …] [--pairs 15]
-    python -m bench.gpu --size 7b --quantization nf4 --gradient-checkpointing
+    python -m bench.gpu [--size 1b 3b 7b] [--quantization none nf4] [--pairs 15] [--no-local]
+                        [--clients 2 4 8] [--schedules serial …] [--gradient-checkpointing]
 
-For each size and number of clients, each schedule and the whole model train in turn on the same
+For each size and type of weights, local training is first compared with ``transformers.Trainer``,
+as in ``bench.local_training``, in micro-batches of 8 examples. If TRL is installed, its
+``SFTTrainer`` then trains on the same examples, packed into rows of 800 tokens.
+
+For each number of clients, each schedule and the whole model train in turn on the same
 samples, as in ``bench.schedules``. Frozen weights and the wire type are bfloat16; lanes are
 encrypted; adapters are LoRA on query, key and value. A client's step has four micro-batches, each
 of one example with 512 tokens (``--columns``), half of them targets. One process runs all clients,
@@ -21,14 +25,16 @@ fails if the first losses of client-batch and the whole model differ by more tha
 import argparse
 import os
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
-from bench.harness import RATIOS, WARM_UP, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, Worker, make_table, ratios, show
 from bench.job import Job, random_job
+from bench.local_training import LONGEST, compare, table_of
 from bench.parties import Split, Whole, alternate
 from bench.schedules import SCHEDULES, TARGETS, check, start
 from bench.shape import SEED, Shape
@@ -82,21 +88,32 @@ def measure(title: str, job: Job, clients: int, schedule: str) -> None:
     show(f"clients on {job.client_device}, server on {job.server_device}", table)
 
 
+def measure_local(title: str, job: Job) -> None:
+    """Measure local training in a new process, and print its table."""
+    job = replace(job, shape=replace(job.shape, rows=8, micro_batches=2, columns=LONGEST))
+    table = table_of(title)
+    with Worker(os.sched_getaffinity(0), copy, job) as worker:
+        for row in worker.ask(compare, _TOLERANCE):
+            table.add_row("local", *row)
+    show(f"local training on {job.client_device}", table)
+
+
 def run(size: str, arguments: argparse.Namespace) -> None:
-    """Measure one size for all numbers of clients and all schedules."""
+    """Measure one size for all types of weights, numbers of clients and schedules."""
     shape = replace(SIZES[size], rows=1, columns=arguments.columns)
-    model = ModelSettings(
-        quantization=arguments.quantization,
-        gradient_checkpointing=arguments.gradient_checkpointing,
-    )
-    title = (
-        f"{size}: {shape}, {model.quantization}, {arguments.pairs} turns, {SEED=}; "
-        "ratios are centralised ÷ schedule"
-    )
     steps, devices = WARM_UP + arguments.pairs, devices_of(arguments.device)
-    with random_job(shape, steps, dtype=torch.bfloat16, model=model, **devices) as job:
-        for clients, schedule in product(arguments.clients, arguments.schedules):
-            measure(title, job, clients, schedule)
+    with random_job(shape, steps, dtype=torch.bfloat16, **devices) as saved:
+        for quantization in arguments.quantization:
+            model = ModelSettings(
+                quantization=quantization, gradient_checkpointing=arguments.gradient_checkpointing
+            )
+            job = replace(saved, model=model)
+            title = f"{size}, {quantization}, {arguments.pairs} turns, {SEED=}"
+            if not arguments.no_local:
+                measure_local(f"{title}; ratios are Chambers ÷ Trainer", job)
+            for clients, schedule in product(arguments.clients, arguments.schedules):
+                title_of_split = f"{title}, {shape}; ratios are centralised ÷ schedule"
+                measure(title_of_split, job, clients, schedule)
 
 
 def main() -> None:
@@ -104,9 +121,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["1b", "3b", "7b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="*", default=SCHEDULES)
+    parser.add_argument("--no-local", action="store_true", help="leave out the whole model")
     parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
-    parser.add_argument("--quantization", choices=["none", "nf4", "int8"], default="none")
+    parser.add_argument(
+        "--quantization", choices=["none", "nf4", "int8"], nargs="+", default=["none", "nf4"]
+    )
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--columns", type=int, default=512, help="number of tokens per example")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -93,17 +93,22 @@ class Side:
         self._processes = [psutil.Process(pid) for pid in pids]
         self.seconds: list[float] = []  # wall-clock time of each turn
         self.cpu: list[list[float]] = []  # user and system time of each turn, by process
+        self.gpu_bytes: list[int] = []  # most GPU memory that this process took in each turn
         self.losses: list[float] = []
 
     def start(self) -> None:
         """Start a turn."""
+        wait_for_gpus()
+        self._gpu_before = gpu_bytes(peak=False)
         self._before = self._cpu_seconds()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
         """End the turn."""
+        wait_for_gpus()
         self.seconds.append(time.perf_counter() - self._started)
         after = self._cpu_seconds()
+        self.gpu_bytes.append(gpu_bytes() - self._gpu_before)
         self.cpu.append([b - a for a, b in zip(self._before, after, strict=True)])
 
     def summary(self) -> tuple[float, float, float]:
@@ -114,6 +119,26 @@ class Side:
     def _cpu_seconds(self) -> list[float]:
         times = [process.cpu_times() for process in self._processes]
         return [each.user + each.system for each in times]
+
+
+def wait_for_gpus() -> None:
+    """Wait until all work queued on this process's GPUs is done."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for number in range(torch.cuda.device_count()):
+            if torch.cuda.memory_allocated(number):  # synchronising would initialise unused GPUs
+                torch.cuda.synchronize(number)
+
+
+def gpu_bytes(peak: bool = True) -> int:
+    """Return the peak of this process's GPU memory, or what it has now and reset the peak."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    numbers = range(torch.cuda.device_count())
+    if peak:
+        return sum(map(torch.cuda.max_memory_allocated, numbers))
+    for number in numbers:
+        torch.cuda.reset_peak_memory_stats(number)
+    return sum(map(torch.cuda.memory_allocated, numbers))
 
 
 def compared_with(one: Side, other: Side) -> dict[str, float]:

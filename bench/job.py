@@ -95,8 +95,11 @@ def random_job(
 ) -> Iterator[Job]:
     """Write a random checkpoint to a temporary directory, and yield a job for it."""
     with tempfile.TemporaryDirectory() as directory:
-        shape.save(Path(directory), dtype)
-        yield Job(Path(directory), shape, steps, examples, **settings)
+        job = Job(Path(directory), shape, steps, examples, **settings)
+        shape.save(job.directory, dtype, job.client_device)
+        if job.client_device != "cpu":
+            torch.accelerator.empty_cache()  # other processes use the memory
+        yield job
 
 
 class Course:

@@ -13,32 +13,32 @@ losses of any step differ by more than 1e-4.
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, logging
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from bench.harness import RATIOS, Side, command, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, Side, command, make_table, ratios, show
 from bench.job import Job, load_whole, random_job
 from bench.shape import SEED, Shape
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import OptimizerState
 
 # Mean numbers of input and output tokens: court, consultation, reasoning (FedJudge, table 1).
 _KINDS = ((480, 288), (57, 209), (136, 221))
 _SPREAD = 0.5  # standard deviation of the logarithm of a length
-_LONGEST = 800
+LONGEST = 800
 _VOCABULARIES = (32000, 8000)
 _SAMPLED = 3200  # number of examples: enough for full-size groups in the sampler
 _TOLERANCE = 1e-4
-_SETTINGS = TrainSettings(optimizer="adamw")
 
 
 def make_examples(job: Job) -> list[Example]:
@@ -52,8 +52,8 @@ def make_examples(job: Job) -> list[Example]:
             max(8, round(random.lognormal(math.log(mean) - _SPREAD**2 / 2, _SPREAD)))
             for mean in _KINDS[index % len(_KINDS)]
         )
-        answered = min(answered, _LONGEST // 2)
-        length = min(wanted + answered, _LONGEST)  # the input is truncated
+        answered = min(answered, LONGEST // 2)
+        length = min(wanted + answered, LONGEST)  # the input is truncated
         tokens = torch.randint(job.shape.vocabulary, (length,), generator=generator)
         prompt = length - answered
         is_target = torch.arange(length) >= prompt
@@ -73,52 +73,83 @@ def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[li
     return [steps[int((index + 0.5) * len(steps) / count)] for index in range(count)]
 
 
-class Alternation(TrainerCallback):  # type: ignore[misc]
-    """Time each step of Trainer, and then run and time the same step of Chambers.
+class Timing(TrainerCallback):  # type: ignore[misc]
+    """Time each step of a trainer, store its loss, and call ``after`` with the step's index."""
 
-    A step of Chambers is a call of ``train_round``; the optimizer's state is kept between steps.
-    """
-
-    def __init__(
-        self, peft_model: Any, examples: Sequence[Example], steps: Sequence[Sequence[int]]
-    ) -> None:
-        names = ("Trainer", "Chambers")
-        self.trainer, self.chambers = (Side(name, [os.getpid()], warm_up=0) for name in names)
-        self._model, self._parameters = WholeModel(peft_model), trainable_parameters(peft_model)
-        self._examples, self._steps = examples, steps
-        self._state: OptimizerState | None = None
+    def __init__(self, side: Side, after: Callable[[int], None] = lambda index: None) -> None:
+        self._side, self._after = side, after
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
-        self.trainer.start()
+        self._side.start()
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """Stop the clock, and run the same step with Chambers."""
-        self.trainer.stop()
-        index = state.global_step - 1
-        self.chambers.start()
-        report, self._state = train_round(
-            model=self._model,
-            parameters=self._parameters,
-            examples=self._examples,
-            padding=0,
-            local_round=LocalRound(
-                [self._steps[index]], index, len(self._steps), SEED, deadline=math.inf
-            ),
-            settings=_SETTINGS,
-            optimizer_state=self._state,
-        )
-        self.chambers.stop()
-        self.chambers.losses.append(report.losses[0])
+        """Stop the clock."""
+        self._side.stop()
+        self._after(state.global_step - 1)
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Store the loss; Trainer logs it after the end of its step."""
+        """Store the loss; a trainer logs it after the end of its step."""
         if "loss" in logs:
-            self.trainer.losses.append(logs["loss"])
+            self._side.losses.append(logs["loss"])
 
 
-def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: Any) -> None:
-    """Train on the rows in order, without log files, checkpoints or evaluation."""
+def chambers_step(
+    job: Job, side: Side, examples: Sequence[Example], steps: Sequence[Sequence[int]]
+) -> Callable[[int], None]:
+    """Load the model, and return a function that runs and times a step of Chambers.
+
+    A step is a call of ``train_round``; the optimizer's state is kept between steps.
+    """
+    peft_model = load_whole(job)
+    model, parameters = WholeModel(peft_model), trainable_parameters(peft_model)
+    settings = job.settings.model_copy(update={"optimizer": "adamw"})
+    state: OptimizerState | None = None
+
+    def run(index: int) -> None:
+        nonlocal state
+        side.start()
+        report, state = train_round(
+            model=model,
+            parameters=parameters,
+            examples=examples,
+            padding=0,
+            local_round=LocalRound([steps[index]], index, len(steps), SEED, deadline=math.inf),
+            settings=settings,
+            optimizer_state=state,
+        )
+        side.stop()
+        side.losses.append(report.losses[0])
+
+    return run
+
+
+def arguments_of(job: Job, directory: str) -> dict[str, Any]:
+    """Return a trainer's arguments: the job's settings, without checkpoints or evaluation."""
+    settings, on_gpu = job.settings, job.client_device != "cpu"
+    return {
+        "output_dir": directory,
+        "per_device_train_batch_size": settings.batch_size,
+        "gradient_accumulation_steps": settings.accumulation,
+        "learning_rate": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_gradient_norm,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "train_sampling_strategy": "sequential",  # the rows are in the grouping sampler's order
+        "use_cpu": not on_gpu,
+        "bf16": on_gpu,
+        "gradient_checkpointing": job.model.gradient_checkpointing,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": SEED,
+    }
+
+
+def run_trainer(job: Job, rows: list[dict[str, torch.Tensor]], callback: Timing) -> None:
+    """Train on the rows in order with ``transformers.Trainer``."""
 
     def pad(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}
@@ -130,29 +161,48 @@ def run_trainer(peft_model: Any, rows: list[dict[str, torch.Tensor]], callback: 
         }
 
     with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(
-            output_dir=directory,
-            num_train_epochs=1,
-            per_device_train_batch_size=_SETTINGS.batch_size,
-            gradient_accumulation_steps=_SETTINGS.accumulation,
-            learning_rate=_SETTINGS.learning_rate,
-            weight_decay=_SETTINGS.weight_decay,
-            max_grad_norm=_SETTINGS.max_gradient_norm,
-            lr_scheduler_type="constant",
-            optim="adamw_torch",
-            train_sampling_strategy="sequential",  # the rows are in the grouping sampler's order
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=SEED,
-        )
+        arguments = TrainingArguments(num_train_epochs=1, **arguments_of(job, directory))
         trainer = Trainer(
-            peft_model, arguments, train_dataset=rows, data_collator=pad, callbacks=[callback]
+            load_whole(job), arguments, train_dataset=rows, data_collator=pad, callbacks=[callback]
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+
+
+def run_packed(job: Job, rows: list[dict[str, torch.Tensor]]) -> tuple[Side, list[int]]:
+    """Train on the rows with TRL's SFTTrainer and packing; return times, and tokens of each step.
+
+    A step has as many packed rows as a step of the other trainers has rows.
+    """
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    side = Side("SFTTrainer, packed", [os.getpid()])
+    words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
+    columns = {name: [row[name].tolist() for row in rows] for name in ("input_ids", "labels")}
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = SFTConfig(
+            packing=True,
+            max_length=LONGEST,
+            max_steps=job.steps,
+            **arguments_of(job, directory),
+        )
+        trainer = SFTTrainer(
+            load_whole(job),
+            arguments,
+            train_dataset=Dataset.from_dict(columns),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=words, eos_token="<end>", pad_token="<end>"
+            ),
+            callbacks=[Timing(side)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        packed = [len(tokens) for tokens in trainer.train_dataset["input_ids"]]
+        trainer.train()
+    size = job.shape.rows * job.shape.micro_batches
+    return side, [sum(packed[n * size : (n + 1) * size]) for n in range(job.steps)]
 
 
 def as_row(example: Example) -> dict[str, torch.Tensor]:
@@ -164,23 +214,44 @@ def as_row(example: Example) -> dict[str, torch.Tensor]:
     }
 
 
-def compare(job: Job) -> list[str]:
-    """Run the pairs of steps, and return a row of the table; exit if losses of a step differ."""
+def rate(side: Side, tokens: Sequence[int]) -> str:
+    """Return a side's tokens per second, without padding and without the warm-up."""
+    return f"{sum(tokens[WARM_UP:]) / sum(side.seconds[WARM_UP:]):.0f}"
+
+
+def gigabytes(side: Side) -> str:
+    """Return the most GPU memory that a turn added to what was allocated before it, in GB."""
+    return f"{max(side.gpu_bytes[WARM_UP:]) / 1e9:.2f}"
+
+
+def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
+    """Run the pairs of steps, and return rows of the table; exit if losses of a step differ."""
     examples = make_examples(job)
-    steps = trainer_steps(examples, _SETTINGS.batch_size * _SETTINGS.accumulation, job.steps)
-    callback = Alternation(load_whole(job), examples, steps)
+    steps = trainer_steps(examples, job.shape.rows * job.shape.micro_batches, job.steps - WARM_UP)
+    steps = (WARM_UP * steps)[:WARM_UP] + steps
+    trainer, chambers = sides = [Side(name, [os.getpid()]) for name in ("Trainer", "Chambers")]
     rows = [as_row(examples[i]) for step in steps for i in step]
-    run_trainer(load_whole(job), rows, callback)
-    sides = (callback.trainer, callback.chambers)
+    run_trainer(job, rows, Timing(trainer, chambers_step(job, chambers, examples, steps)))
     tokens = [sum(len(examples[i].tokens) for i in step) for step in steps]
-    rates = [f"{sum(tokens) / sum(side.seconds):.0f}" for side in sides]
+    result = [[side.name, rate(side, tokens), gigabytes(side)] for side in sides]
     for side in sides:  # steps differ in length, so seconds per token are compared
         side.seconds = [s / count for s, count in zip(side.seconds, tokens, strict=True)]
-    losses = zip(*(side.losses for side in sides), strict=True)
-    difference = max(abs(a - b) for a, b in losses)
-    if not difference <= _TOLERANCE:
+    difference = max(abs(a - b) for a, b in zip(trainer.losses, chambers.losses, strict=True))
+    if not difference <= tolerance:
         raise SystemExit(f"the losses differ by {difference:.1e}")
-    return [str(job.shape.vocabulary), *rates, *ratios(*sides), f"{difference:.1e}"]
+    result[1] += [*ratios(trainer, chambers), f"{difference:.1e}"]
+    if job.client_device != "cpu" and find_spec("trl"):
+        packed, packed_tokens = run_packed(job, [as_row(example) for example in examples])
+        result.append([packed.name, rate(packed, packed_tokens), gigabytes(packed)])
+    return result
+
+
+def table_of(title: str) -> Table:
+    """Return an empty table for the rows of `compare`, after the name of a configuration."""
+    return make_table(
+        title,
+        *("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss"),
+    )
 
 
 def main() -> None:
@@ -191,14 +262,12 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    table = make_table(
-        f"{pairs} pairs of steps; ratios are Chambers ÷ Trainer",
-        *("vocabulary", "Trainer: tokens/s", "Chambers: tokens/s", *RATIOS),
-        "largest difference of a loss",
-    )
+    table = table_of(f"{pairs} pairs of steps; ratios are Chambers ÷ Trainer")
     for vocabulary in _VOCABULARIES:
-        with random_job(Shape(vocabulary=vocabulary, columns=_LONGEST), pairs) as job:
-            table.add_row(*compare(job))
+        shape = Shape(vocabulary=vocabulary, columns=LONGEST, micro_batches=8)
+        with random_job(shape, WARM_UP + pairs) as job:
+            for row in compare(job):
+                table.add_row(f"vocabulary {vocabulary}", *row)
     show(table)
 
 

@@ -8,9 +8,7 @@ from dataclasses import asdict, replace
 from statistics import mean
 from typing import Any
 
-import torch
-
-from bench.harness import ANSWER_SECONDS, Side, Worker
+from bench.harness import ANSWER_SECONDS, Side, Worker, gpu_bytes, wait_for_gpus
 from bench.job import (
     LIFETIME,
     Course,
@@ -164,7 +162,7 @@ class Training:
         """Train ``count`` steps of each model, and return their mean losses."""
         losses = self._threads.map(lambda course: mean(course.train(count)), self._courses)
         result = list(losses)
-        _wait_for_gpus()
+        wait_for_gpus()
         return result
 
     def accounts(self) -> list[dict[str, Any]]:
@@ -196,7 +194,7 @@ class Server:
         """Wait until all work is done."""
         # The request waits in the compute thread's queue until the optimizer step is done.
         self._server.state_of(self._names[0])
-        _wait_for_gpus()
+        wait_for_gpus()
 
     def finish(self) -> list[dict[str, Any]]:
         """End the round, and return the server's account of each lane."""
@@ -205,15 +203,6 @@ class Server:
         return accounts
 
 
-def _wait_for_gpus() -> None:
-    """Wait until all work queued on this process's GPUs is done."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for number in range(torch.cuda.device_count()):
-            if torch.cuda.memory_allocated(number):  # synchronising would initialise unused GPUs
-                torch.cuda.synchronize(number)
-
-
 def gpu_peak(_: object) -> int:
     """Return the peak bytes of tensors on GPUs since the start of this process."""
-    numbers = range(torch.cuda.device_count())
-    return sum(torch.cuda.max_memory_allocated(number) for number in numbers)
+    return gpu_bytes()

@@ -32,8 +32,10 @@ class Shape:
         """Minimum bytes on the wire per step: four tensors per micro-batch, 2 bytes per value."""
         return 4 * self.tokens * self.micro_batches * self.hidden * 2
 
-    def save(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the model with random weights; exit if the disk has too little space.
+    def save(
+        self, directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        """Write the model with random weights, drawn on a device; exit if the disk is too full.
 
         Embedding and output head are separate tensors.
         """
@@ -47,11 +49,11 @@ class Shape:
             num_hidden_layers=self.blocks,
             num_attention_heads=self.hidden // self.head_width,
             num_key_value_heads=self.hidden // self.head_width,
-            max_position_embeddings=self.columns,
+            max_position_embeddings=max(2048, self.columns),
             tie_word_embeddings=False,
             use_cache=False,
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(SEED)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         needed, free = model.get_memory_footprint(), shutil.disk_usage(directory).free

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+# cuDNN's attention is compiled anew for every shape of a batch, and the shapes of batches differ.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def default_device() -> torch.device:
     """Return the first accelerator if PyTorch finds one, else the CPU."""
@@ -23,9 +26,14 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
+def is_mixed_precision(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether computation is in mixed precision: with bfloat16 weights on an accelerator."""
+    return device.type != "cpu" and dtype == torch.bfloat16
+
+
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return an autocast context for bfloat16 weights on an accelerator, else a null context."""
-    mixed = device.type != "cpu" and dtype == torch.bfloat16
+    """Return an autocast context for mixed precision, else a null context."""
+    mixed = is_mixed_precision(device, dtype)
     return torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext()
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
+from finetuning.devices import is_mixed_precision
 from finetuning.files import replacing
 from finetuning.model.base_model import (
     BaseModelError,
@@ -41,6 +42,7 @@ def attach_adapter(
     BaseModelError if the architecture does not support the targets or prefixes.
     """
     from peft import PeftModel, get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     config = as_peft_config(settings, base, excluded)
     try:
@@ -55,6 +57,11 @@ def attach_adapter(
         raise BaseModelError(f"{setting} does not fit this model: {error}") from error
     for parameter in trainable_parameters(model).values():
         parameter.data = parameter.data.float()
+    if is_mixed_precision(model.device, model.dtype):
+        # All computation is in bfloat16, so PEFT need not convert the inputs to float32 first.
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.cast_input_dtype_enabled = False
     return model
 
 

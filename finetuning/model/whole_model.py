@@ -98,7 +98,7 @@ class WholeModel:
         # Omit a mask that hides no tokens, since transformers waits for the device to check it.
         self._without_mask = bool(mask.all())
         try:
-            with self._mode(training=False):
+            with self._mode(training=False), self._autocast():
                 result: torch.Tensor = self.peft_model.generate(
                     input_ids=tokens.to(self._device),
                     attention_mask=mask.to(self._device),
@@ -117,8 +117,10 @@ class WholeModel:
         token is more likely.
         """
         with self._mode(training=False):
-            hidden = self._hidden_of_candidates(batch)[batch.positions.to(self._device)]
-            return target_log_probabilities(self._head, hidden, batch.labels)
+            with self._autocast():
+                hidden = self._hidden_of_candidates(batch)
+            chosen = hidden[batch.positions.to(self._device)]
+            return target_log_probabilities(self._head, chosen, batch.labels)
 
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""

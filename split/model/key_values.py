@@ -52,9 +52,10 @@ class KeyValues:
         """
         inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
         self.columns += given.shape[1]
-        output = self._backbone(
-            **inputs, past_key_values=self.cache, use_cache=self.cache is not None
-        )
+        with self._part.autocast():
+            output = self._backbone(
+                **inputs, past_key_values=self.cache, use_cache=self.cache is not None
+            )
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def repeat(self, times: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.accelerator.device import FakeAccelerator
+from tests.accelerator.device import FakeAccelerator, GPUs
 from tests.client_app.conftest import site  # noqa: F401  # a fixture
 from tests.split import clients
 from tests.split.conftest import base, beginning  # noqa: F401  # fixtures
@@ -19,13 +19,23 @@ def _installed(config: pytest.Config) -> FakeAccelerator | str:
     return "`make test-accelerator` runs it" if plugin is None else config.stash[plugin.DEVICE]
 
 
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> FakeAccelerator:
-    """The fake accelerator; a test is skipped without it."""
+def _fake(request: pytest.FixtureRequest) -> FakeAccelerator:
     found = _installed(request.config)
     if isinstance(found, str):
         pytest.skip(found)
     return found
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> FakeAccelerator:
+    """The fake accelerator; a test is skipped without it."""
+    return _fake(request)
+
+
+@pytest.fixture
+def any_device(request: pytest.FixtureRequest) -> FakeAccelerator | GPUs:
+    """The GPUs of this machine, if it has any; else the fake accelerator."""
+    return GPUs() if torch.version.cuda and torch.cuda.is_available() else _fake(request)
 
 
 @pytest.fixture(autouse=True)

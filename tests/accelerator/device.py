@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from finetuning.files import cache_directory
@@ -58,8 +59,36 @@ def build() -> Path:
     return library
 
 
+class GPUs:
+    """The GPUs of this machine, for the tests that need nothing from a fake accelerator."""
+
+    tolerance = 1e-3  # their kernels add in another order than the CPU's
+    draws_as_cpu = False
+
+    def __init__(self) -> None:
+        self.devices = torch.cuda.device_count()
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Within the context, no accelerator is found."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+            patch.setattr(torch.accelerator, "is_available", lambda: False)
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            yield
+
+    def peak(self, index: int) -> int:
+        """Return the most bytes of a device that were in use since the last call."""
+        found = torch.cuda.max_memory_allocated(index)
+        torch.cuda.reset_peak_memory_stats(index)
+        return found
+
+
 class FakeAccelerator:
     """The installed devices: their memory, and their report of where the host waits for them."""
+
+    tolerance = 1e-5
+    draws_as_cpu = True  # the same random numbers from the same seed
 
     def __init__(self, library: Path, devices: int) -> None:
         self._library = ctypes.CDLL(str(library))

@@ -1,4 +1,4 @@
-"""Both methods on two fake devices have the results of the CPU, in float32.
+"""Both methods have the results of the CPU in float32, on two fake devices or on real GPUs.
 
 Everything is real: models, adapters, optimizers, lanes. Tests of single functions are elsewhere;
 these run each path to and from a device once.
@@ -47,13 +47,15 @@ TRAIN = clients.TRAIN.model_copy(update={"optimizer_state": "keep"})
 SIZES = {"alpha": 9, "beta": 6}
 
 
-def assert_equal(found: dict, expected: dict) -> None:
+def assert_equal(found: dict, expected: dict, tolerance: float) -> None:
     """Compare results by name, all on the CPU."""
     assert found.keys() == expected.keys()
     different = [
         name
         for name, value in expected.items()
-        if not torch.allclose(*map(torch.as_tensor, (found[name], value)), rtol=1e-5, atol=1e-5)
+        if not torch.allclose(
+            *map(torch.as_tensor, (found[name], value)), rtol=tolerance, atol=tolerance
+        )
     ]
     assert not different
 
@@ -74,14 +76,13 @@ def evaluated(model) -> dict:
     }
 
 
-def train_whole(base, kind, state) -> dict:
+def train_whole(base, kind, state, draws_as_cpu) -> dict:
     """Train two rounds of a whole model; return losses, weights, optimizer, and its evaluation."""
     settings = ModelSettings(
         name=str(base), dtype="float32", gradient_checkpointing=kind == "checkpointing"
     )
     adapter = PREFIX if kind == "prefix" else ADAPTER
-    if kind == "checkpointing":
-        # A device draws the numbers that the CPU draws from the same seed.
+    if kind == "checkpointing" and draws_as_cpu:
         adapter = ADAPTER.model_copy(update={"dropout": 0.3})
     model = load_base_model(settings).model
     peft_model = attach_adapter(model, adapter, "base")
@@ -117,13 +118,31 @@ def train_whole(base, kind, state) -> dict:
 @pytest.mark.parametrize(
     "kind", ["base", "continual", "proximal", "private", "checkpointing", "prefix"]
 )
-def test_a_whole_model(device, base, beginning, kind):
-    state = random_prefix(base) if kind == "prefix" else beginning
-    found = train_whole(base, kind, state)
-    with device.absent():
-        expected = train_whole(base, kind, state)
+def test_a_whole_model(any_device, base, beginning, kind):
+    device, state = any_device, random_prefix(base) if kind == "prefix" else beginning
+    found = train_whole(base, kind, state, device.draws_as_cpu)
     assert device.peak(0) > 10_000, "the model was on the device"
-    assert_equal(found, expected)
+    with device.absent():
+        expected = train_whole(base, kind, state, device.draws_as_cpu)
+    assert_equal(found, expected, device.tolerance)
+
+
+def test_mixed_precision(any_device, base, beginning):
+    """PEFT by itself would convert the inputs of LoRA to float32."""
+    model = load_base_model(ModelSettings(name=str(base), dtype="bfloat16")).model
+    peft_model = attach_adapter(model, ADAPTER, "base")
+    load_adapter(peft_model, beginning)
+    types = set()
+    for name, module in peft_model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda _, given: types.add(given[0].dtype))
+    whole, parameters = WholeModel(peft_model), trainable_parameters(peft_model)
+    local_round = LocalRound([range(6)], 0, 1, 0, math.inf)
+    train_round(whole, parameters, draw(6, 1), 0, local_round, TRAIN)
+    found = evaluated(whole)
+    assert types == {torch.bfloat16}
+    assert math.isfinite(found["held-out loss"])
+    assert all(map(math.isfinite, found["log-probabilities"]))
 
 
 def train_split(base, adapter, state, **settings) -> dict:
@@ -164,26 +183,34 @@ def train_split(base, adapter, state, **settings) -> dict:
     return results
 
 
-@pytest.mark.parametrize("devices", ["cuda:1", "cuda:0,cuda:1"])
+def last_devices(device, count) -> str:
+    """Return the names of the last devices, for ``split.body-devices``."""
+    if device.devices < count:
+        pytest.skip(f"this machine has {device.devices} GPUs")
+    return ",".join(f"cuda:{n}" for n in range(device.devices - count, device.devices))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     ("schedule", "kind"),
     [("serial", "lora"), ("client-batch", "lora"), ("hierarchical", "lora"), ("serial", "prefix")],
 )
-def test_a_split_model(device, base, beginning, schedule, kind, devices):
-    adapter, state = ADAPTER, beginning
+def test_a_split_model(any_device, base, beginning, schedule, kind, devices):
+    device, adapter, state = any_device, ADAPTER, beginning
     if kind == "prefix":
         adapter, state = PREFIX, random_prefix(base)
     settings = {"schedule": schedule, "average_every": 2 if schedule == "hierarchical" else 0}
-    found = train_split(base, adapter, state, body_devices=devices, **settings)
-    assert device.peak(1) > 10_000, "the body was on the second device"
+    names = last_devices(device, devices)
+    found = train_split(base, adapter, state, body_devices=names, **settings)
+    assert device.peak(device.devices - 1) > 10_000, "the body was on the last device"
     with device.absent():
         expected = train_split(base, adapter, state, **settings)
-    assert_equal(found, expected)
+    assert_equal(found, expected, device.tolerance)
 
 
-def test_noise_on_hidden_states(device, base, beginning):
+def test_noise_on_hidden_states(any_device, base, beginning):
     """It is secret, so that it can't be compared: what is on the lane must be finite."""
-    split = split_settings(body_devices="cuda:1")
+    split = split_settings(body_devices=last_devices(any_device, 1))
     with serving(base, beginning, split) as server:
         server.begin_round({"alpha": 9}, 0)
         client = Client("alpha", base, split, noise=0.1)

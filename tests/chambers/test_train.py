@@ -312,23 +312,23 @@ def llama_7b(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "actors", "gib", "expected"),
     [
-        # 6.74 billion weights of 2 bytes; 1024 tokens · 32 blocks · 4096 · 74 bytes
+        # 6.74 billion weights of 2 bytes; 1024 tokens · 32 blocks · 4096 · 67 bytes
         (
             {},
             1,
             30,
-            r"about 22.4 GiB \(context 0.6, weights 12.6, activations 9.2\) for a client; 30",
+            r"about 21.7 GiB \(context 0.8, weights 12.6, activations 8.4\) for a client; 30",
         ),
         ({}, 1, 20, "This may not be enough: "),
         ({}, 2, 24, CommandError),
-        ({"model.quantization": "nf4"}, 2, 24, "weights 3.7, activations 9.2.* 2 clients on a GPU"),
+        ({"model.quantization": "nf4"}, 2, 24, "weights 3.7, activations 8.4.* 2 clients on a GPU"),
         ({"model.gradient-checkpointing": True}, 1, 24, "activations 0.5"),
         # two of 32 blocks here; the server has the others, and an activation budget of its own
         (
             {"strategy": "fl-glm"},
             1,
             40,
-            r"weights 1.2, .* \(context 0.6, weights 11.3, .* the server",
+            r"weights 1.2, .* \(context 0.8, weights 11.3, .* the server",
         ),
     ],
 )
