@@ -12,9 +12,8 @@ samples, as in ``bench.schedules``. Frozen weights and the wire type are bfloat1
 encrypted; adapters are LoRA on query, key and value. A client's step has four micro-batches, each
 of one example with 512 tokens (``--columns``), half of them targets. One process runs all clients,
 one the server and one the whole model. All use the first GPU, but with two or more GPUs, the server
-uses the second. A turn ends when all work queued on the GPUs is done. Every schedule gets three new
-processes, so memory peaks are independent. A peak counts the bytes of tensors from loading on,
-but neither CUDA's own memory nor the allocator's reserve.
+uses the second. A peak counts the bytes of tensors from loading on, but neither CUDA's own memory
+nor the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.
@@ -112,8 +111,8 @@ def run(size: str, arguments: argparse.Namespace) -> None:
             if not arguments.no_local:
                 measure_local(f"{title}; ratios are Chambers ÷ Trainer", job)
             for clients, schedule in product(arguments.clients, arguments.schedules):
-                title_of_split = f"{title}, {shape}; ratios are centralised ÷ schedule"
-                measure(title_of_split, job, clients, schedule)
+                text = f"{title}, {shape}; ratios are centralised ÷ schedule"
+                measure(text, job, clients, schedule)
 
 
 def main() -> None:

@@ -170,10 +170,7 @@ def run_trainer(job: Job, rows: list[dict[str, torch.Tensor]], callback: Timing)
 
 
 def run_packed(job: Job, rows: list[dict[str, torch.Tensor]]) -> tuple[Side, list[int]]:
-    """Train on the rows with TRL's SFTTrainer and packing; return times, and tokens of each step.
-
-    A step has as many packed rows as a step of the other trainers has rows.
-    """
+    """Train on the rows with TRL's SFTTrainer and packing; return times and tokens of steps."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -248,10 +245,8 @@ def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
 
 def table_of(title: str) -> Table:
     """Return an empty table for the rows of `compare`, after the name of a configuration."""
-    return make_table(
-        title,
-        *("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss"),
-    )
+    names = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
+    return make_table(title, *names)
 
 
 def main() -> None:

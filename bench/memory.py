@@ -1,32 +1,18 @@
 """The memory that split learning needs, at a client and at the server: ``python -m bench.memory``.
 
 *Client.* A fresh process loads the head and tail of a large random checkpoint and trains over a
-lane to another process. The client's peak, including loading, is compared with the sum of
-
-- its own layers: all tensors of the head and tail, including adapters, each storage once;
-- activations: the peak of tensors saved by autograd, over all micro-batches in flight. Each tensor
-  saved for a backward pass is counted from its forward pass until autograd releases it; a shared
-  storage counts once, and parameters do not count. This is measured in the last step, after the
-  client's peak;
-- one chunk of a micro-batch's logits (256 targets × vocabulary, float32), which the backward pass
-  of the loss needs for their gradient in addition to the saved tensors.
-
-Other memory raises the ratio above 1: gradients and Adam's moments, frames in transit, gRPC, and
-memory that the allocator does not return.
+lane. Its peak, including loading, is compared with the sum of its own layers (each storage once),
+of the tensors saved by autograd for all micro-batches in flight, and of one chunk of a
+micro-batch's logits. Other memory raises the ratio above 1: gradients and Adam's moments, frames in
+transit, gRPC, and memory that the allocator does not return.
 
 *Server.* The server's memory is measured with one lane and with eight, with the hierarchical
-schedule and the same ``split.activation_budget``, each in a fresh process. The clients are threads
-of another process. The budget suffices for two micro-batches: one lane with window 4 fills it, but
-would rarely fill a budget for four.
+schedule and the same ``split.activation_budget``, which suffices for two micro-batches, each in a
+fresh process. The clients are threads of another process.
 
-glibc 2.36 never puts an aligned block, such as torch's, into a gap of exactly its size. Therefore
-tensors of up to 32 MiB leave the heap nearly half empty. Each thread that has allocated memory also
-keeps some of it. Everything is measured with this *default*, and again *mapped*: each block of
-1 MiB or more is mapped separately, and all threads share two heaps. Mapping excludes the
-allocator's overhead, and costs about a third of the speed.
-
-A process's memory is the growth of its resident memory: VmHWM, reset after all imports and a
-warm-up run of the measurement with a small model, minus VmRSS at the time of the reset.
+glibc 2.36 leaves the heap nearly half empty, since it never puts an aligned block into a gap of
+exactly its size, and each thread keeps some memory. Everything is measured with this *default*, and
+again *mapped*: each block of 1 MiB or more is mapped separately, and all threads share two heaps.
 """
 
 import os

@@ -10,18 +10,15 @@ client runs K steps. The whole model runs one step, whose micro-batch j is the u
 micro-batches j. Computation is in float32, and lanes are encrypted. A turn ends when clients *and*
 server have finished their optimizer steps.
 
-Each schedule has separate processes: one for the server, and one for each client with its head,
-tail and optimizer; between turns they wait. Each number of clients is measured separately, because
-the memory of many processes slows all of them down. CPU seconds are user and system time of all of
-a schedule's processes. Three ratios are of medians, minima and CPU seconds. The fourth
-("pairs") is the median of each turn's ratio; slower periods of the machine hardly affect it.
+Each schedule has separate processes: one for the server, and one for each client. Each number of
+clients is measured separately, because many processes slow all of them down. CPU seconds are user
+and system time of all of a schedule's processes; *pairs* is the median of each turn's ratio.
 
-The last columns are the server's CPU seconds per sample, and the limit of the speed-up that they
-imply: centralised CPU seconds ÷ the server's, which more machines for clients can't reduce.
+The last columns are the server's CPU seconds per sample, and centralised CPU seconds ÷ the
+server's, the limit of the speed-up by more machines for clients.
 
 In the first step, client-batch and the whole model compute the same, except that hidden states are
-sent in bfloat16; the run fails if their losses differ by more than 1e-2. In later steps, every
-client has trained its own head and tail.
+sent in bfloat16; the run fails if their losses differ by more than 1e-2.
 """
 
 import os

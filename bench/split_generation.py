@@ -2,16 +2,16 @@
 
     python -m bench.split_generation [--pairs 5]
 
-One process runs the client and the whole model, one the server and one a proxy. All are bound to
-the same core and have one torch thread. A batch of prompts of equal length is continued by 64
-tokens, greedily and with key-value caches: in turn by the whole model, over a lane, and over a lane
-with 20 ms each way at 1 Gbit/s. The wire type is float32; the run fails if tokens differ.
-CPU seconds are user and system time of all processes. Ratios are a time ÷ the whole model's.
+One process runs the client and the whole model, and one the server. Both are bound to the same
+core and have one torch thread. A batch of prompts of equal length is continued by 64 tokens,
+greedily and with key-value caches, in turn by the whole model and over a lane. The wire type is
+float32; the run fails if tokens differ. CPU seconds are user and system time of both processes.
+Ratios are a time ÷ the whole model's. ``bench.drafts`` measures lanes with delays.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 from rich.table import Table
@@ -27,7 +27,6 @@ from bench.job import (
     random_job,
     serving,
 )
-from bench.proxy import Proxy
 from bench.shape import SEED, Shape
 from finetuning.evaluation.generation import Answering
 from finetuning.model.whole_model import WholeModel
@@ -36,22 +35,21 @@ from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 _ROWS, _PROMPT, _NEW = 8, 64, 64
-_DELAY, _GIGABITS = 0.02, 1.0
-_LANES = ("near", "far")
 
 
 class Server:
-    """A block server in its own process, with a lane for each name in ``_LANES``."""
+    """A block server in its own process, with a lane for each name."""
 
-    def __init__(self, job: Job, split: SplitSettings) -> None:
-        body = load_body(job, split)
-        self._models = {"global": take_apart(job.state(), body.partition)["body"]}
-        self._server = serving(body, job, split, len(_LANES), max_cached_tokens=job.shape.tokens)
+    def __init__(self, job: Job, split: SplitSettings, lanes: Sequence[str]) -> None:
+        self._lanes, body = lanes, load_body(job, split)
+        parts = take_apart(job.state(), body.partition)
+        self._models = {"base": None, "global": parts["body"]}
+        self._server = serving(body, job, split, len(lanes), max_cached_tokens=job.shape.tokens)
 
     def invite(self) -> list[Invitation]:
         """Return an invitation for each lane."""
         invite = self._server.invite_to_evaluate
-        return [invite(name, 0, self._models, LIFETIME) for name in _LANES]
+        return [invite(name, 0, self._models, LIFETIME) for name in self._lanes]
 
 
 def measure(models: dict[str, Answering], pids: list[int], pairs: int, vocabulary: int) -> Table:
@@ -91,17 +89,15 @@ def main() -> None:
     shape = Shape(rows=_ROWS, columns=_PROMPT + _NEW)
     split = SplitSettings(wire_dtype="float32")
     with random_job(shape, 1) as job, ExitStack() as stack:
-        server = stack.enter_context(Worker(core, Server, job, split))
-        near, far = server.ask(Server.invite)
-        proxy = stack.enter_context(Worker(core, Proxy, far.address, _DELAY, _GIGABITS))
-        far = replace(far, address=proxy.ask(Proxy.address))
-        ends = load_ends(job, split)
-        models: dict[str, Answering] = {"whole model": WholeModel(load_whole(job))}
-        for name, invitation in (("split", near), ("split, 20 ms each way", far)):
-            model = stack.enter_context(open_model(ends, invitation, job, split))
-            model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
-            models[name] = model
-        pids = [os.getpid(), server.pid, proxy.pid]
+        server = stack.enter_context(Worker(core, Server, job, split, ("near",)))
+        (invitation,) = server.ask(Server.invite)
+        model = stack.enter_context(open_model(load_ends(job, split), invitation, job, split))
+        model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
+        models: dict[str, Answering] = {
+            "whole model": WholeModel(load_whole(job)),
+            "split": model,
+        }
+        pids = [os.getpid(), server.pid]
         table = measure(models=models, pids=pids, pairs=pairs, vocabulary=shape.vocabulary)
     show(
         f"{_ROWS} prompts of {_PROMPT} tokens, {_NEW} new tokens each; Llama with hidden size "

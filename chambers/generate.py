@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, argument, check_at_least_one, check_output, option
+from chambers.sources import (
+    DRAFT,
+    AdapterOptions,
+    argument,
+    check_at_least_one,
+    check_output,
+    option,
+)
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
 from finetuning.files import filling
 
 if TYPE_CHECKING:
+    from chambers.drafts import Draft
     from chambers.models import Source
 
 # Number of batches whose prompts are sorted by length, and whose texts are written, together.
@@ -68,12 +76,16 @@ class Generate(AdapterOptions):
         option("Sample from the likeliest tokens with a total probability of P; default 1.", "P"),
     ] = 1.0
     seed: Annotated[int, option("Seed of sampling; default 0.", "N")] = 0
-    batch_size: Annotated[int, option("Number of prompts in a batch; default 8.", "N")] = 8
+    batch_size: Annotated[
+        int, option("Number of prompts in a batch; default 8, with --draft 1.", "N")
+    ] = 8
+    draft: Annotated[str | None, option(DRAFT, "DRAFT")] = None
 
     def __call__(self) -> int:
         """Generate the texts."""
         self._check()
         rows = self._rows()
+        from chambers.drafts import find_draft
         from chambers.models import check_length, find, opened
         from finetuning.model.base_model import load_tokenizer
 
@@ -81,11 +93,12 @@ class Generate(AdapterOptions):
         tokenizer = load_tokenizer(source.directory)
         prompts = tokenize_prompts(rows, tokenizer)
         lengths = [(len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)]
-        check_length(source, max(lengths), self.max_new_tokens)
+        draft = find_draft(self.draft, tokenizer)
+        check_length(source, max(lengths), self.max_new_tokens + draft.room)
         if source.adapter is None:
             print("no --adapter: the base model answers without one", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:
-            texts = self._texts(model=model, tokenizer=tokenizer, prompts=prompts, source=source)
+            texts = self._texts(model, tokenizer, prompts, source, draft)
             for row, text in zip(rows, texts, strict=True):
                 line = text
                 if self.output:
@@ -130,7 +143,7 @@ class Generate(AdapterOptions):
         return prompt_rows(prompts)
 
     def _texts(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source"
+        self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source", draft: "Draft"
     ) -> Iterator[str]:
         """Generate in batches of prompts of similar length; yield texts in the prompts' order."""
         from finetuning.evaluation.generation import generate_texts, sampling
@@ -148,10 +161,10 @@ class Generate(AdapterOptions):
                     model=model,
                     tokenizer=tokenizer,
                     prompts=prompts[first : first + at_once],
-                    batch_size=self.batch_size,
+                    batch_size=1 if draft.settings else self.batch_size,
                     max_new=self.max_new_tokens,
                     max_tokens=source.max_tokens,
-                    settings=sampling(self.temperature, self.top_p),
+                    settings={**sampling(self.temperature, self.top_p), **draft.settings},
                     before_batch=seed,
                     finished=bar.update,
                 )

@@ -32,6 +32,13 @@ def option(description: str, metavar: str | None = None) -> Any:
     return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
 
 
+DRAFT = (
+    "Draft tokens that are verified together, which saves round trips to a block server: prompt "
+    "repeats passages of the text so far; a name or directory is that of a small model with the "
+    "same tokenizer. Greedy answers stay the same."
+)
+
+
 def argument(metavar: str) -> Any:
     """Declare a positional argument; ``~`` is expanded in paths, as in options."""
     return typer.Argument(metavar=metavar, show_default=False, callback=_expanded)

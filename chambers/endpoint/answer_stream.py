@@ -46,17 +46,6 @@ class Request:
         return not drawn and same == (other.model, other.temperature, other.top_p)
 
 
-class _Logits:
-    """Keeps the logits of the next tokens, before temperature and ``top_p``."""
-
-    def __init__(self) -> None:
-        self.latest = torch.empty(0)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.latest = scores
-        return scores
-
-
 class AnswerStream:
     """Emits the answers' texts during generation, and ends each at its own limits.
 
@@ -67,17 +56,24 @@ class AnswerStream:
     def __init__(
         self, batch: Sequence[Request], tokenizer: Any, ends: set[int], columns: int
     ) -> None:
-        self.logits = _Logits()
+        # Logits of the next tokens, before temperature and ``top_p``, by the token's column; with
+        # drafts, several tokens are verified together.
+        self._logits: dict[int, torch.Tensor] = {}
         self._columns = columns
         self._rows = [_Row(request, tokenizer, ends) for request in batch]
 
+    def keep_logits(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Keep the logits for the next token; the last of several calls for a column counts."""
+        self._logits[input_ids.shape[1]] = scores
+        return scores
+
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         """Return (rows,) whether each answer is complete; ``input_ids`` is (rows, columns)."""
-        done = input_ids.shape[1] - self._columns
-        latest = input_ids[:, -1].tolist()
         for index, row in enumerate(self._rows):
-            if row.count < done and not row.over:
-                row.add(latest[index], self.logits.latest[index])
+            for column in range(self._columns + row.count, input_ids.shape[1]):
+                if not row.over:
+                    row.add(int(input_ids[index, column]), self._logits[column][index])
+        self._logits.clear()
         over = [row.over for row in self._rows]
         return torch.tensor(over, device=input_ids.device)
 

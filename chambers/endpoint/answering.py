@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from chambers.drafts import NO_DRAFT, Draft
 from chambers.endpoint.answer_stream import AnswerStream, Request
 from chambers.errors import CommandError
 from chambers.lane_model import LaneModel, explained
@@ -42,6 +43,7 @@ class Limits:
     queue: int  # number of requests that may wait
     max_prompt_length: int  # number of tokens of a prompt
     max_new_tokens: int  # number of tokens of an answer
+    draft: Draft = NO_DRAFT
 
 
 class Answerer:
@@ -100,6 +102,7 @@ class Answerer:
         """
         source = self.sources[model]
         positions = min(self._positions, source.max_tokens) - source.columns_before
+        positions -= self.limits.draft.room
         longest = min(self.limits.max_prompt_length, source.max_prompt_length, int(positions) - 1)
         if not 1 <= prompt_length <= longest:
             raise CommandError(
@@ -195,9 +198,10 @@ class Answerer:
                 max(r.max_tokens for r in batch),
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=sorted(ends) or None,
-                logits_processor=[stream.logits],
+                logits_processor=[stream.keep_logits],
                 stopping_criteria=[stream],
                 **sampling(first.temperature, first.top_p),
+                **(self.limits.draft.settings if len(batch) == 1 else {}),
             )
 
     def _select(self, source: Source, selected: ExitStack) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, read_bytes
 from chambers.sources import (
+    DRAFT,
     AdapterOptions,
     BaseModelOptions,
     argument,
@@ -56,6 +57,9 @@ class Api(BaseModelOptions):
     batch_size: Annotated[
         int, option("Number of requests that are answered together; default 8.", "N")
     ] = 8
+    draft: Annotated[
+        str | None, option(f"{DRAFT} Requests that are answered together have no drafts.", "DRAFT")
+    ] = None
     queue: Annotated[
         int, option("Number of requests that may wait; further ones are refused; default 64.", "N")
     ] = 64
@@ -76,18 +80,20 @@ class Api(BaseModelOptions):
         with listener:
             import uvicorn
 
+            from chambers.drafts import find_draft
             from chambers.endpoint.answering import Answerer, Limits
             from chambers.endpoint.routes import routes
             from finetuning.model.base_model import load_tokenizer
 
             sources = self.sources()
+            tokenizer = load_tokenizer(next(iter(sources.values())).directory)
             limits = Limits(
                 batch_size=self.batch_size,
                 queue=self.queue,
                 max_prompt_length=self.max_prompt_length,
                 max_new_tokens=self.max_new_tokens,
+                draft=find_draft(self.draft, tokenizer),
             )
-            tokenizer = load_tokenizer(next(iter(sources.values())).directory)
             with Answerer(sources, tokenizer, limits) as answerer:
                 host, port = listener.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host

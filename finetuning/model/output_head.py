@@ -25,14 +25,21 @@ _WEIGHT_BYTES = 16 * 2**20  # size of the parts in which a matrix is converted t
 class _Backbone(torch.nn.Module):
     """Module that calls a function for hidden states and a cache, instead of a model's blocks."""
 
-    def __init__(self, compute: Callable[[Any, Any], tuple[torch.Tensor, Any]]) -> None:
+    def __init__(self, compute: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]]) -> None:
         super().__init__()
         self._compute = compute
 
-    def forward(self, input_ids: Any = None, *_: None, inputs_embeds: Any = None, **__: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Any = None,
+        *_: None,
+        inputs_embeds: Any = None,
+        past_key_values: Any = None,
+        **__: Any,
+    ) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        hidden, cache = self._compute(input_ids, inputs_embeds)
+        hidden, cache = self._compute(input_ids, inputs_embeds, past_key_values)
         output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
         output.cross_attentions = None  # GPT-2 reads this attribute.
         return output
@@ -60,14 +67,14 @@ class _Float32Products(TorchFunctionMode):
 
 def output_head(
     causal_lm: Any,
-    compute: Callable[[Any, Any], tuple[torch.Tensor, Any]] = lambda _, embeds: (embeds, None),
+    compute: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]] = lambda _, *given: given,
 ) -> Any:
     """Return a model of the checkpoint's class that has only the output head.
 
     For (1, targets, hidden) as ``inputs_embeds``, the returned model computes logits, including the
     architecture's scaling and capping. It shares its modules with ``causal_lm``, which is a model
     or a party's part of one. ``compute`` replaces the blocks, and returns hidden states and a cache
-    for ``input_ids`` and ``inputs_embeds``.
+    for ``input_ids``, ``inputs_embeds`` and ``past_key_values``.
     """
     head = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)

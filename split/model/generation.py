@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
-from finetuning.adapters.prefixes import prefix_cache
 from finetuning.data.candidates import CandidateBatch
 from finetuning.model.output_head import output_head
 from split.model.key_values import KeyValues
@@ -24,7 +24,8 @@ class Generation:
         self._head = head
         self._tail = tail
         self._exchange = exchange
-        self._kept: tuple[KeyValues, KeyValues] | None = None
+        self._parts: tuple[KeyValues, KeyValues]
+        self._cache = _Positions()
         self._sent = 0
 
     def run(
@@ -32,16 +33,21 @@ class Generation:
     ) -> Any:
         """Run ``generate`` on the checkpoint's own model class.
 
-        The logits processors, sampling and stopping criteria of ``generate`` apply. The model that
-        ``generate`` calls is the tail's output head, preceded by the three parts. See
+        The logits processors, sampling, stopping criteria and drafts of ``generate`` apply. The
+        model that ``generate`` calls is the tail's output head, preceded by the three parts. See
         ``WholeModel.generate`` for the arguments. Return prompts and answers, (rows, columns + new
         tokens), or what ``settings`` request.
         """
         columns = mask.shape[1]
         padding = columns - mask.sum(dim=1).cpu()
+        # The last draft may exceed the text's maximum length.
+        most = columns + new_tokens + settings.get("prompt_lookup_num_tokens", 0)
 
-        def compute(ids: torch.Tensor, _: None) -> tuple[torch.Tensor, Any]:
-            return self._forward(ids, padding, columns + new_tokens), self._cache()
+        def compute(ids: torch.Tensor, _: None, cache: Any) -> tuple[torch.Tensor, Any]:
+            # Some architectures drop the cache when texts exceed the trained length, to recompute
+            # them; this starts a new generation.
+            begins = cache is not self._cache
+            return self._forward(ids, padding, most, begins), self._cache
 
         device = self._tail.device
         return output_head(self._tail.model, compute).generate(
@@ -51,44 +57,56 @@ class Generation:
             **settings,
         )
 
-    def _forward(self, tokens: torch.Tensor, padding: torch.Tensor, most: int) -> torch.Tensor:
+    def _forward(
+        self, tokens: torch.Tensor, padding: torch.Tensor, most: int, begins: bool
+    ) -> torch.Tensor:
         """Extend the caches; return (rows, columns, hidden), the output of the last block and norm.
 
-        ``tokens`` are the prompts, (rows, columns), or the next token of each row. Some
-        architectures recompute texts that exceed the trained length: they pass all tokens of the
-        texts, which starts a new generation. Raise a ValueError for any other number of tokens.
-        ``padding`` is the number of padding columns before each prompt, (prompts,), and ``most``
-        the maximum number of columns of the texts.
+        ``tokens``, (rows, columns), are the prompts if the generation ``begins``, else the next
+        tokens of each row. Drafted tokens may follow them; those that ``generate`` has rejected are
+        dropped from all caches. ``padding`` is the number of padding columns before each prompt,
+        (prompts,), and ``most`` the maximum number of columns of the texts and drafts.
         """
         rows, columns = tokens.shape
         # The rows of several texts that continue the same prompt are adjacent.
         padding = padding.repeat_interleave(rows // len(padding))
         fields: dict[str, Value] = {"side": "left"}
-        if self._kept is None or columns == self._kept[0].columns + 1:
-            lengths = columns - padding
+        lengths = torch.full_like(padding, columns)
+        drop = 0
+        if begins:
+            lengths -= padding
             left = Padding("left", lengths)
-            self._kept = KeyValues(self._head, left, columns), KeyValues(self._tail, left, columns)
+            self._parts = KeyValues(self._head, left, columns), KeyValues(self._tail, left, columns)
             self._sent = 0
             fields["new_tokens"] = most - columns
-        elif columns == 1:
-            lengths = torch.ones_like(padding)
-        else:
-            raise ValueError(f"generation continued with {columns} tokens per row; expected 1")
-        head, tail = self._kept
-        hidden = self._exchange(self._sent, head.extend(tokens), lengths, fields)
+        elif drop := self._parts[0].length - self._cache.length:
+            fields["drop"] = drop
+        head, tail = self._parts
+        hidden = self._exchange(self._sent, head.extend(tokens, drop), lengths, fields)
         self._sent += 1
-        return tail.extend(hidden)
+        self._cache.length = head.length
+        return tail.extend(hidden, drop)
 
-    def _cache(self) -> Any:
-        """Return the head's cache, from which ``generate`` reads the number of positions."""
-        assert self._kept is not None
-        head = self._kept[0]
-        if head.cache is not None:
-            return head.cache
-        # A head without blocks has no cache. Return an empty cache of the right length.
-        config = self._head.model.config
-        return prefix_cache(
-            prefixes={}, length=head.length, config=config, rows=1, dtype=self._head.dtype
+
+class _Positions(DynamicCache):  # type: ignore[misc]  # transformers has no types
+    """A stand-in for the parties' caches, for ``generate``: it has only their length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def __bool__(self) -> bool:
+        return True  # although it has no layers
+
+    def get_seq_length(self, *_: int) -> int:
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.length += tokens_to_remove  # a negative number
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise NotImplementedError(
+            "beam search is not supported with a split model; set num_beams to 1"
         )
 
 

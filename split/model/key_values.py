@@ -13,12 +13,11 @@ from split.protocol.frames import Padding
 
 
 class KeyValues:
-    """The key-value cache of one party's blocks for a batch of texts, extended token by token.
+    """The key-value cache of one party's blocks for a batch of texts.
 
     As in ``generate`` with a whole model, the attention mask and the position IDs are derived from
-    the left padding of the prompts, and mixed precision is not used. If the adapter in use is a
-    prefix, the prefix's keys and values precede all others, and its length
-    is added to all positions, as in PEFT (FL-GLM section 3.1).
+    the left padding of the prompts. If the adapter in use is a prefix, the prefix's keys and values
+    precede all others, and its length is added to all positions, as in PEFT (FL-GLM section 3.1).
 
     Rows that end earlier than others are padded on the right; ignore the outputs at this padding.
     ``columns`` is the number of columns of the prompts, including their padding on the left.
@@ -38,6 +37,8 @@ class KeyValues:
             self._prompt = shifted(self._prompt, prefixes.length)
             if self.cache is not None:
                 prefixes.fill(self.cache, len(padding.lengths), part.dtype)
+        if self.cache is not None:
+            self.cache.activate_past_recording()  # so that sliding windows can be cropped
         self.columns = 0  # number of tokens of each row so far, including padding
 
     @property
@@ -45,11 +46,15 @@ class KeyValues:
         """Number of keys and values of each row so far, including prefix and padding."""
         return self._before + self.columns
 
-    def extend(self, given: torch.Tensor) -> torch.Tensor:
+    def extend(self, given: torch.Tensor, drop: int = 0) -> torch.Tensor:
         """Compute the blocks for the prompts, or for the next tokens of each row.
 
-        See `Part.__call__` for ``given`` and the result.
+        The last ``drop`` columns are first removed from the cache. See `Part.__call__` for
+        ``given`` and the result.
         """
+        if self.cache is not None and self.columns:
+            self.cache.crop(-drop)
+        self.columns -= drop
         inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
         self.columns += given.shape[1]
         with self._part.autocast():
@@ -70,8 +75,8 @@ class KeyValues:
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
         if self.columns:
-            follow = self.length - mask.shape[1]
-            mask = torch.cat([mask, mask.new_ones(len(mask), follow + columns)], dim=1)
+            follow = self.length - mask.shape[1]  # negative if tokens of the prompts were dropped
+            mask = torch.nn.functional.pad(mask, (0, follow + columns), value=1)
             if inputs:
                 next_ones = torch.arange(follow, follow + columns, device=mask.device)
                 inputs["position_ids"] = self._before + self._lengths[:, None] + next_ones
@@ -103,8 +108,3 @@ class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no typ
     def has_previous_state(self, layer_idx: int | None = None, *more: Any) -> Any:
         own = None if layer_idx is None else layer_idx - self._first
         return super().has_previous_state(own, *more)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise NotImplementedError(
-            "beam search is not supported with a split model; set num_beams to 1"
-        )

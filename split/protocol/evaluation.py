@@ -46,9 +46,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class CachedExtension:
-    """Hidden states of the next token of each cached text, or of several endings of each text.
+    """Hidden states of the next tokens of each cached text, or of several endings of each text.
 
-    For the next token, ``endings`` is 0, and the shape is (rows, 1, hidden); otherwise the shape is
+    For the next tokens, ``endings`` is 0, the shape is (rows, columns, hidden), and the last
+    ``drop`` tokens of the previous frame are first removed from the cache; otherwise the shape is
     (rows × endings, columns, hidden). The index is counted from the prompts, which have index 0.
     """
 
@@ -56,6 +57,7 @@ class CachedExtension:
     index: int
     hidden: torch.Tensor
     endings: int = 0
+    drop: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class State(Enum):
 
     JOINING = "JOIN"
     CHOSEN = "JOIN, hidden states, or END"
-    CACHED = "the next token or endings of the cached texts, new prompts, STEP, JOIN, or END"
-    COMPLETE = "endings after prompts alone, new prompts, STEP, JOIN, or END"
+    CACHED = "the next tokens or endings of the cached texts, new prompts, STEP, JOIN, or END"
+    COMPLETE = "new prompts, STEP, JOIN, or END"
     ENDED = "nothing"
 
 
@@ -105,8 +107,10 @@ class Evaluation:
         self._max_cached_tokens = max_cached_tokens
         self._model: str | None = None
         self._received = 0
-        # Numbers of rows and columns of the cached prompts, of new tokens, and of frames so far.
-        self._rows = self._columns = self._new_tokens = self._frames = 0
+        # Numbers of rows and columns of the prompts, of columns in the cache and in the last frame,
+        # of new tokens, and of frames so far.
+        self._rows = self._columns = self._cached = self._last = 0
+        self._new_tokens = self._frames = 0
 
     def receive(self, frame: Frame) -> Event | None:
         """Check the next frame; return its event, or None for ``END``.
@@ -148,7 +152,7 @@ class Evaluation:
         elif self.state is State.CHOSEN:
             event = self._forward_pass(frame, hidden, padding)
         else:
-            event = self._next_token(frame, hidden)
+            event = self._next_tokens(frame, hidden)
         self._received += 1
         return event
 
@@ -180,23 +184,25 @@ class Evaluation:
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
         self._rows, self._columns, self._new_tokens, self._frames = rows, columns, new_tokens, 1
-        # The answer to the prompts yields the first new token.
-        self.state = State.CACHED if new_tokens > 1 else State.COMPLETE
+        self._cached, self._last, self.state = columns, columns, State.CACHED
         return Prompts(frame.step, frame.micro_batch, hidden, padding, tokens)
 
-    def _next_token(self, frame: Frame, hidden: torch.Tensor) -> CachedExtension:
-        self._refuse_in_flight("the next token")
-        if hidden.shape[:2] != (self._rows, 1) or frame.micro_batch != self._frames:
+    def _next_tokens(self, frame: Frame, hidden: torch.Tensor) -> CachedExtension:
+        self._refuse_in_flight("the next tokens")
+        (rows, columns), drop = hidden.shape[:2], 0
+        if "drop" in frame.fields:
+            drop = whole_number(frame, "drop")
+        if (rows, frame.micro_batch) != (self._rows, self._frames) or drop >= self._last:
             raise ProtocolError(
-                f"received {hidden.shape[0]} × {hidden.shape[1]} tokens as micro-batch "
-                f"{frame.micro_batch}; expected {self._rows} × 1 as micro-batch {self._frames}"
+                f"received {rows} rows as micro-batch {frame.micro_batch}, and {drop} tokens to "
+                f"drop; expected {self._rows} rows as micro-batch {self._frames}, and fewer than "
+                f"{self._last} tokens to drop"
             )
-        if self.state is State.COMPLETE:
+        self._cached, self._last = self._cached - drop + columns, columns
+        if self.state is State.COMPLETE or self._cached > self._columns + self._new_tokens:
             raise ProtocolError(f"received more than the agreed {self._new_tokens} tokens")
         self._frames += 1
-        if self._frames == self._new_tokens:
-            self.state = State.COMPLETE
-        return CachedExtension(frame.step, frame.micro_batch, hidden)
+        return CachedExtension(frame.step, frame.micro_batch, hidden, drop=drop)
 
     def _endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> CachedExtension:
         if self.state is State.CHOSEN:

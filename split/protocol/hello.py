@@ -11,7 +11,7 @@ from split.protocol.key_schedule import MAC_BYTES
 from split.protocol.keys import KEY_IDENTIFIER_BYTES, SUITE_NUMBERS, WRAPPED_BYTES
 from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"CHLN"
 _PREFIX = struct.Struct(">4sBB")  # magic bytes, version, number of the message
 PREFIX_BYTES = _PREFIX.size

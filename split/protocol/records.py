@@ -22,7 +22,7 @@ from split.protocol.errors import AlteredRecordError, FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Description, read_description
 
-VERSION = 3
+VERSION = 4
 RECORD_BYTES = 2**20  # maximum payload of a record
 TAG_BYTES = 16
 _HEADER = struct.Struct(">BBBxIIIQQ")  # the version, and the fields of ``RecordHeader``

@@ -137,7 +137,7 @@ class EvaluationSession(Session):
             assert self._key_values is not None
             if extension.endings:
                 self._key_values.repeat(extension.endings)
-            return self._key_values.extend(extension.hidden)
+            return self._key_values.extend(extension.hidden, extension.drop)
 
         # Use a high priority, because other generations may wait for this one's budget.
         self._put(Priority.BACKWARD, extension, extend)

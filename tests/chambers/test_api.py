@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chambers.__main__ import parse
+from chambers.drafts import Draft, find_draft
 from chambers.endpoint.answering import Answerer, Limits
 from chambers.endpoint.routes import routes
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
@@ -103,6 +104,35 @@ def test_a_lane_answers_as_the_whole_model_does(run_folder, tmp_path, capsys, wh
             for model in ("global", "base"):
                 said = [*pool.map(lambda q, m=model: text_of(ask(client, q, m)), QUESTIONS)]
                 assert said == [text_of(ask(whole[0], q, model)) for q in QUESTIONS]
+
+
+def test_drafts_change_neither_answers_nor_log_probabilities(run_folder, tmp_path, base, whole):
+    own, _ = adapters(run_folder)
+    word = text_of(ask(whole[0], QUESTIONS[1])).split()[2]
+    options = ({"logprobs": True, "top_logprobs": 2}, {"stop": word}, {"max_tokens": 40})
+    with serving_here(tmp_path, run_folder) as (_, files):
+        for draft in (
+            Draft({"prompt_lookup_num_tokens": 3}, 3),
+            find_draft(str(base), load_tokenizer(base)),
+        ):
+            with answering(own, "--invitation", files["alpha"], draft=draft) as (client, _):
+                for changed in options:
+                    found, expected = (ask(c, QUESTIONS[1], **changed) for c in (client, whole[0]))
+                    assert text_of(found) == text_of(expected)
+                    assert found.usage == expected.usage
+                    assert found.choices[0].finish_reason == expected.choices[0].finish_reason
+                    values = [
+                        [each.logprob for each in reply.choices[0].logprobs.content]
+                        if reply.choices[0].logprobs
+                        else []
+                        for reply in (found, expected)
+                    ]
+                    assert values[0] == pytest.approx(values[1], abs=1e-4)
+                    text = "".join(
+                        chunk.choices[0].delta.content
+                        for chunk in ask(client, QUESTIONS[1], stream=True, **changed)
+                    )
+                    assert text.strip() == text_of(expected)
 
 
 def test_adapters_that_are_equal_at_the_server_differ_here(run_folder, tmp_path):

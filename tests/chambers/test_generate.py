@@ -134,6 +134,27 @@ def test_split_says_what_the_whole_model_says(
     assert len({row["generated"] for row in written}) > 1
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_drafts_do_not_change_greedy_answers(run_folder, base, served, capsys, split):
+    adapter = ["--adapter", run_folder / "adapters" / "global"]
+    words = ["generate", *adapter, *NEW, *QUESTIONS]
+    expected = told(capsys, *words)
+    if split:
+        words += ["--invitation", served / "alpha.json"]
+    for draft in ("prompt", base):
+        assert told(capsys, *words, "--draft", draft) == expected, draft
+
+
+def test_a_draft_needs_the_model_s_tokenizer(base, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    tokens["added_tokens"].append(tokens["added_tokens"][-1] | {"id": 9999, "content": "<other>"})
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    refusal = refused(capsys, "generate", "--model", base, "--draft", other, *QUESTIONS)
+    assert f"--draft {other}: its tokenizer is not that of the model" in refusal
+
+
 def test_half_a_surrogate_pair_in_an_unused_field_is_kept(base, tmp_path, capsys):
     file, output = tmp_path / "rows.jsonl", tmp_path / "output.jsonl"
     file.write_text('{"instruction": "a", "note": "\\ud83d"}\n')

@@ -96,7 +96,7 @@ def test_who_hears_everything_cannot_get_before_the_honest_client(server):
         thief = method(iter(messages.get, None), timeout=SOON)
         next(thief)  # the server answers: the bytes are an honest client's
         honest, lane = server.pair(ticket=ticket)
-        messages.put(b"CHLN\x03\x03" + bytes(32))
+        messages.put(b"CHLN\x04\x03" + bytes(32))
         with pytest.raises(grpc.RpcError) as raised:
             next(thief)
         assert raised.value.details() == "chambers: authentication"

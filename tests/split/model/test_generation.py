@@ -2,9 +2,11 @@
 
 import json
 import threading
+from collections import Counter
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from transformers import GenerationConfig
 
 from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
@@ -247,6 +249,77 @@ def test_generations_wait_for_room(random_checkpoint):
         assert not [account.error for account in server.finish_lanes() if account.error]
     assert all(len(each) == 3 for each in texts.values())
     assert all(torch.equal(text, expected) for each in texts.values() for text in each)
+
+
+def frames_of(scene, tokens, **settings) -> tuple[torch.Tensor, list[dict]]:
+    """Continue a text over a lane; return it, and the fields of the frames that were sent."""
+    client = scene.client()
+    sent = []
+    with scene.serving() as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        send = model.lane.send
+
+        def note(kind, *given, fields=None, **others):
+            sent.append(dict(fields or {}))
+            return send(kind, *given, fields=fields, **others)
+
+        model.lane.send = note
+        torch.manual_seed(3)
+        text = model.generate(tokens, torch.ones_like(tokens), 3 * NEW, pad_token_id=0, **settings)
+        model.end()
+        assert not [account.error for account in server.finish_lanes() if account.error]
+    return text, [fields for fields in sent if "side" in fields]
+
+
+# Two have sliding windows, one has learned positions.
+DRAFTED = ("Llama", "Mistral", "Gemma3Text", "GPT2", "Bloom")
+
+
+@pytest.mark.parametrize("blocks", [1, 0])
+@pytest.mark.parametrize("architecture", DRAFTED)
+def test_drafted_tokens_do_not_change_the_text(architecture, blocks, random_checkpoint):
+    scene = Scene(random_checkpoint(architecture), architecture, head_blocks=blocks)
+    tokens = draw_tokens()[:1].repeat(1, 2)
+    expected, plain = frames_of(scene, tokens, **GREEDY)
+    looked_up, frames = frames_of(scene, tokens, **GREEDY, prompt_lookup_num_tokens=4)
+    assert torch.equal(looked_up, expected)
+    assert len(frames) < len(plain) == 3 * NEW
+    assert any("drop" in fields for fields in frames)
+
+
+@pytest.mark.slow
+def test_sampled_texts_with_drafts_have_the_model_s_distribution(random_checkpoint):
+    """Compare the next two tokens with their probabilities by a chi-squared test."""
+    scene = Scene(random_checkpoint("Llama"))
+    client, whole = scene.client(), scene.whole().peft_model
+    tokens = draw_tokens()[:1]
+    settings = {"do_sample": True, "temperature": 2.0, "top_k": 3, "pad_token_id": 0}
+    expected = {}
+    with torch.no_grad():
+        # A draft that the model may choose, so that it is neither always nor never right.
+        draft = (whole(tokens).logits[0, -1]).topk(3).indices[1]
+        tokens = torch.cat([tokens[:, -1:], draft.view(1, 1), tokens], dim=1)
+        first = (whole(tokens).logits[0, -1].double() / 2).topk(3)
+        for token, share in zip(first.indices, first.values.softmax(-1), strict=True):
+            text = torch.cat([tokens, token.view(1, 1)], dim=1)
+            second = (whole(text).logits[0, -1].double() / 2).topk(3)
+            for follower, part in zip(second.indices, second.values.softmax(-1), strict=True):
+                expected[int(token), int(follower)] = float(share * part)
+    assert int(draft) in first.indices
+    seen = Counter()
+    with scene.serving() as server, scene.lane(server, client) as model:
+        scene.choose(model)
+        torch.manual_seed(0)
+        for _ in range(300):
+            text = model.generate(
+                tokens, torch.ones_like(tokens), 2, prompt_lookup_num_tokens=2, **settings
+            )
+            seen[tuple(text[0, -2:].tolist())] += 1
+        model.end()
+    assert seen.keys() <= expected.keys()
+    counts = [seen[pair] for pair in expected]
+    result = chisquare(counts, [300 * share for share in expected.values()])
+    assert result.pvalue > 0.01
 
 
 def test_beam_search_is_refused_in_words(random_checkpoint):

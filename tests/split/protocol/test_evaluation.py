@@ -31,8 +31,8 @@ def prompts(rows, columns, new_tokens):
     return hidden(0, rows, columns, "left", {"new_tokens": new_tokens})
 
 
-def next_token(rows, frames):
-    return hidden(frames, rows, 1, "left", {})
+def next_tokens(columns, drop, rows, frames):
+    return hidden(frames, rows, columns, "left", {"drop": drop} if drop else {})
 
 
 def endings(each, columns, rows, frames):
@@ -44,12 +44,13 @@ FIELDS = st.one_of(
     st.just({}),
     st.fixed_dictionaries({"new_tokens": small}),
     st.fixed_dictionaries({"endings": small}),
+    st.fixed_dictionaries({"drop": st.integers(0, 3)}),
 )
 FRAMES = st.one_of(
     st.sampled_from([Frame(Kind.STEP), Frame(Kind.JOIN, fields={"model": "unknown"})]),
     st.sampled_from([Frame(Kind.JOIN, fields={"model": name}) for name in PREFIXES]),
     st.builds(prompts, small, small, small),
-    st.just(next_token),
+    st.builds(partial, st.just(next_tokens), small, st.integers(0, 4)),
     st.builds(partial, st.just(endings), small, small),
     st.builds(hidden, st.integers(0, 3), small, small, st.sampled_from(["left", "right"]), FIELDS),
 )
@@ -80,9 +81,12 @@ def test_no_sequence_of_frames_exceeds_the_limits(steps):
         elif isinstance(event, Prompts):
             rows, columns = event.hidden.shape[:2]
             cached, room, texts = rows * (prefix + columns), event.tokens, (rows, 1)
+            last = columns
         elif isinstance(event, CachedExtension):
-            cached = cached * max(event.endings, 1) + event.hidden.shape[:2].numel()
-            texts = (texts[0], texts[1] + 1)
+            rows, columns = event.hidden.shape[:2]
+            cached = cached * max(event.endings, 1) + rows * (columns - event.drop)
+            assert event.drop < last
+            last, texts = columns, (texts[0], texts[1] + 1)
             assert not in_flight
         in_flight += isinstance(event, ForwardPass | Prompts | CachedExtension)
         assert in_flight <= WINDOW

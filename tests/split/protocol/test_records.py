@@ -187,7 +187,7 @@ def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
     assert all(size <= RECORD_BYTES for size in allocated)
 
 
-def header(kind=Kind.STEP, flags=1, counter=0, total=16, version=3):
+def header(kind=Kind.STEP, flags=1, counter=0, total=16, version=4):
     return struct.pack(">BBBxIIIQQ", version, kind, flags, 5, 6, 9, counter, total)
 
 

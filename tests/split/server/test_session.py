@@ -304,9 +304,9 @@ def follow(model, count, rows=3):
 
 REFUSED_TEXTS = {
     "more than agreed": (lambda m: send_texts(m, new_tokens=13), "evaluate.max-new-tokens"),
-    "more tokens": (lambda m: (answered(m), follow(m, 13)), "more than the agreed 12"),
-    "several at once": (lambda m: (answered(m), send_texts(m, 3, 2, None, 1)), "expected 3 × 1"),
-    "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "received 2 × 1 tokens"),
+    "more tokens": (lambda m: (answered(m), follow(m, 14)), "more than the agreed 12"),
+    "many at once": (lambda m: (answered(m), send_texts(m, 3, 13, None, 1)), "the agreed 12"),
+    "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "received 2 rows"),
     "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as micro-batch 1"),
     "two in flight": (lambda m: [send_texts(m) for _ in range(9)], "in flight"),
     "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "in flight"),

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import load_der_public_key
 
-VERSION = 3
+VERSION = 4
 SUITES = {"ml-kem-768-x25519": 1, "rsa-3072": 2}
 WRAP_LABEL = b"chambers lane 3 wrap"
 MAC_BYTES = 32

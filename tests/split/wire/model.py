@@ -131,8 +131,13 @@ class WireModel:
         return losses
 
     @torch.no_grad()
-    def generate(self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> torch.Tensor:
-        """Continue prompts greedily, all by ``new_tokens`` tokens."""
+    def generate(
+        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, drafted: int = 0
+    ) -> torch.Tensor:
+        """Continue prompts greedily, all by ``new_tokens`` tokens.
+
+        Each frame after the prompts also has ``drafted`` guesses, which the next one drops.
+        """
         self._head.train(False)
         self._tail.train(False)
         columns, lengths = tokens.shape[1], mask.sum(dim=1)
@@ -140,15 +145,19 @@ class WireModel:
         head, tail = KeyValues(self._head, left, columns), KeyValues(self._tail, left, columns)
         given = tokens
         for index in range(new_tokens):
-            fields = {"side": "left"} | ({} if index else {"new_tokens": new_tokens})
-            self._send_hidden(index, head.extend(given), lengths, fields)
+            guesses, drop = drafted * (index > 0), drafted * (index > 1)
+            fields = {"side": "left"} | ({"drop": drop} if drop else {})
+            fields |= {} if index else {"new_tokens": new_tokens + drafted}
+            given = torch.cat([given, given[:, -1:].expand(-1, guesses)], dim=1)
+            self._send_hidden(index, head.extend(given, drop), lengths, fields)
             frame = self._receive(Kind.HIDDEN)
             assert frame.micro_batch == index
-            last = tail.extend(frame.tensors["hidden"])[:, -1:]
+            hidden = tail.extend(frame.tensors["hidden"], drop)
+            last = hidden[:, hidden.shape[1] - guesses - 1 :][:, :1]
             logits = self._tail.output_head(inputs_embeds=last, use_cache=False).logits
             given = logits.argmax(dim=-1).cpu()
             tokens = torch.cat([tokens, given], dim=1)
-            lengths = torch.ones_like(lengths)
+            lengths = torch.full_like(lengths, 1 + drafted)
         self.lane.send(Kind.STEP)
         return tokens
 

@@ -15,7 +15,7 @@ from tests.split.wire.stream import CutError
 PIECE_BYTES = 2**20
 HEADER = struct.Struct(">BBBBIIIQQ")
 TAG_BYTES = 16
-VERSION = 3
+VERSION = 4
 LAST = 1  # bit 0 of the flags
 
 

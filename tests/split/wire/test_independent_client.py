@@ -202,6 +202,22 @@ def test_it_evaluates_and_generates_as_ours_does(base, beginning, ours_evaluated
     assert_equal(evaluated(base, beginning, split, other), expected)
 
 
+def test_rejected_drafts_leave_no_trace(base, beginning):
+    split = split_settings()
+    client = WireClient("alpha", base, split)
+    tokens, models = torch.tensor([[3, 4, 5], [0, 6, 7]]), {"base": None}
+    texts = []
+    with serving(base, beginning, split) as server:
+        with client.lane(server.invite_to_evaluate("alpha", 0, models, 60.0)) as model:
+            model.choose("base", None)
+            for drafted in (0, 3):
+                texts.append(model.generate(tokens, (tokens > 0).long(), 6, drafted=drafted))
+            model.end()
+        (account,) = server.finish_lanes()
+    assert not account.error
+    assert torch.equal(*texts)
+
+
 class LossyNetwork:
     """Drops messages of a lane, counted over all streams, and cuts the stream of each.
 

@@ -259,5 +259,5 @@ def payloads() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    written = {"about": _ABOUT, "version": 3, "streams": streams(), "payloads": payloads()}
+    written = {"about": _ABOUT, "version": 4, "streams": streams(), "payloads": payloads()}
     print(json.dumps(written, indent=1, ensure_ascii=False))
