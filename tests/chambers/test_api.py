@@ -106,6 +106,7 @@ def test_a_lane_answers_as_the_whole_model_does(run_folder, tmp_path, capsys, wh
                 assert said == [text_of(ask(whole[0], q, model)) for q in QUESTIONS]
 
 
+@pytest.mark.slow
 def test_drafts_change_neither_answers_nor_log_probabilities(run_folder, tmp_path, base, whole):
     own, _ = adapters(run_folder)
     word = text_of(ask(whole[0], QUESTIONS[1])).split()[2]

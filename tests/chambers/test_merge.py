@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
@@ -41,6 +42,7 @@ def with_adapter(base, adapter):
         return model(**tokens).logits
 
 
+@pytest.mark.slow
 def test_the_folder_is_a_checkpoint_with_the_adapter_s_logits(run_folder, base, tmp_path, capsys):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
     shown = told(capsys, "merge", adapter, folder)

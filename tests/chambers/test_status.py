@@ -118,6 +118,7 @@ def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
     assert "beta - - - took part in round 1; its update was scaled by 0.0012" in text
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_not_taken_for_a_running_one(checkpoint, tmp_path, status):
     directory = write_run(tmp_path / "run", checkpoint, **{"split.head-blocks": 0})
     code = (

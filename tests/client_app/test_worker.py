@@ -158,6 +158,7 @@ def test_memory_threads_and_files_do_not_grow_with_messages(worker, request_):
     )
 
 
+@pytest.mark.slow
 def test_changed_files_are_noticed(worker, request_, checkpoint, tmp_path):
     data, model = tmp_path / "data", tmp_path / "model"
     write_rows(data / "train.jsonl", 6, seed=0)

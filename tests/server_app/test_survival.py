@@ -111,6 +111,7 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(valu
     assert same(final(serve(here)), final(directory))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_adapter_that_it_began_with(values, tmp_path):
     class Stopping(InProcessGrid):
         def push_messages(self, messages):

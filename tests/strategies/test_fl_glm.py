@@ -52,9 +52,12 @@ def finished(tmp_path_factory, deep_checkpoint, client_folders):
     return train
 
 
-@pytest.mark.parametrize("schedule", ["serial", "hierarchical"])
+@pytest.mark.parametrize("schedule", ["serial", nightly("hierarchical")])
 def test_clients_and_server_learn(finished, schedule):
     _, journal = finished(schedule)
+    assert json.loads(json.dumps(journal.events)) == journal.events
+    trained = [e for e in journal.events if e["event"] == "train"]
+    assert all(e["bytes_up"] > 0 and e["seconds_waiting"] >= 0 for e in trained)
     losses = {
         (e["round"], e["client"], e["model"]): e["loss"]
         for e in journal.events
@@ -491,10 +494,3 @@ def test_no_thread_or_lane_outlives_a_run(split_values, tmp_path):
         return [t.name for t in set(threading.enumerate()) - before if is_of_a_lane(t.name)]
 
     wait_until(lambda: not left(), seen=left)
-
-
-def test_metrics_can_be_written_as_json(finished):
-    _, journal = finished("serial")
-    assert json.loads(json.dumps(journal.events)) == journal.events
-    trained = [e for e in journal.events if e["event"] == "train"]
-    assert all(e["bytes_up"] > 0 and e["seconds_waiting"] >= 0 for e in trained)

@@ -104,7 +104,7 @@ def checked(coordinator, capsys) -> str:
         (OBJECT, [b"of a length that is not told"], 200, 1),
         nightly(OBJECT, bytes(100_000), 800, 5),
         (OBJECT, bytes(1_000), 2000, 20),
-        (MESSAGE, bytes(1_000), 60, 2),
+        nightly(MESSAGE, bytes(1_000), 60, 2),
     ],
     ids=["large", "unknown", "medium", "small", "messages"],
 )

@@ -71,6 +71,7 @@ def test_a_client_s_newer_lane_displaces_the_older_and_nobody_else_s(scene):
                 assert torch.equal(generated(model, **GREEDY), expected)
 
 
+@pytest.mark.nightly
 def test_lanes_end_when_their_invitation_expires(scene):
     client = scene.client()
     with scene.model_server() as server:
