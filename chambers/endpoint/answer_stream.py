@@ -69,10 +69,12 @@ class AnswerStream:
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         """Return (rows,) whether each answer is complete; ``input_ids`` is (rows, columns)."""
+        first = self._columns + min(row.count for row in self._rows if not row.over)
+        added = input_ids[:, first:].tolist()
         for index, row in enumerate(self._rows):
             for column in range(self._columns + row.count, input_ids.shape[1]):
                 if not row.over:
-                    row.add(int(input_ids[index, column]), self._logits[column][index])
+                    row.add(added[index][column - first], self._logits[column][index])
         self._logits.clear()
         over = [row.over for row in self._rows]
         return torch.tensor(over, device=input_ids.device)

@@ -41,7 +41,7 @@ class Generation:
         columns = mask.shape[1]
         padding = columns - mask.sum(dim=1).cpu()
         # The last draft may exceed the text's maximum length.
-        most = columns + new_tokens + settings.get("prompt_lookup_num_tokens", 0)
+        most = columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
 
         def compute(ids: torch.Tensor, _: None, cache: Any) -> tuple[torch.Tensor, Any]:
             # Some architectures drop the cache when texts exceed the trained length, to recompute

@@ -294,6 +294,16 @@ def test_drafted_tokens_do_not_change_the_text(architecture, blocks, random_chec
     assert any("drop" in fields for fields in frames)
 
 
+def test_drafts_follow_a_prefix(random_checkpoint):
+    prefix = AdapterSettings(kind="prefix", prefix_length=3)
+    scene = Scene(random_checkpoint("Llama"), adapter=prefix)
+    tokens = draw_tokens()[:1].repeat(1, 2)
+    expected, plain = frames_of(scene, tokens, **GREEDY)
+    found, frames = frames_of(scene, tokens, **GREEDY, prompt_lookup_num_tokens=4)
+    assert torch.equal(found, expected)
+    assert len(frames) < len(plain) and any("drop" in fields for fields in frames)
+
+
 @pytest.mark.slow
 def test_sampled_texts_with_drafts_have_the_model_s_distribution(random_checkpoint):
     """Compare the next two tokens with their probabilities by a chi-squared test."""
