@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import Side, Worker, command, make_table, show
+from bench.harness import Side, Worker, command, make_table, show, use_one_core
 from bench.job import Job, load_ends, open_model, random_examples
 from bench.proxy import Proxy
 from bench.shape import Shape
@@ -44,9 +44,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="number of measured turns")
     pairs = parser.parse_args().pairs
-    core = {max(os.sched_getaffinity(0))}
-    os.sched_setaffinity(0, core)
-    torch.set_num_threads(1)
+    core = use_one_core()
     directory = locate("smollm2")
     tokenizer = load_tokenizer(directory)
     draft = dict(find_draft("prompt", tokenizer).settings)
@@ -58,8 +56,7 @@ def main() -> None:
         *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima"),
     )
     with ExitStack() as stack:
-        names = [f"{delay}" for delay in _DELAYS]
-        server = stack.enter_context(Worker(core, Server, job, split, names))
+        server = stack.enter_context(Worker(core, Server, job, split, [*map(str, _DELAYS)]))
         models = {}
         for delay, invitation in zip(_DELAYS, server.ask(Server.invite), strict=True):
             if delay:

@@ -162,6 +162,14 @@ def command(doc: str | None) -> ArgumentParser:
     return ArgumentParser(description=(doc or "").splitlines()[0])
 
 
+def use_one_core() -> set[int]:
+    """Bind this process to one core, with one torch thread, and return the core."""
+    core = {max(os.sched_getaffinity(0))}
+    os.sched_setaffinity(0, core)
+    torch.set_num_threads(1)
+    return core
+
+
 def make_table(title: str, *headings: str) -> Table:
     """Create a table; columns with a heading are right-aligned, and others left-aligned."""
     table = Table(title=title, box=MARKDOWN)

@@ -23,7 +23,7 @@ from rich.table import Table
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, logging
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from bench.harness import RATIOS, WARM_UP, Side, command, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, Side, command, make_table, ratios, show, use_one_core
 from bench.job import Job, load_whole, random_job
 from bench.shape import SEED, Shape
 from finetuning.adapters.adapter import trainable_parameters
@@ -254,8 +254,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--pairs", type=int, default=15, help="number of measured pairs of steps")
     pairs = parser.parse_args().pairs
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    use_one_core()
     logging.set_verbosity_error()
     table = table_of(f"{pairs} pairs of steps; ratios are Chambers ÷ Trainer")
     for vocabulary in _VOCABULARIES:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 from rich.table import Table
 
-from bench.harness import RATIOS, Side, Worker, command, make_table, ratios, show
+from bench.harness import RATIOS, Side, Worker, command, make_table, ratios, show, use_one_core
 from bench.job import (
     LIFETIME,
     Job,
@@ -83,9 +83,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="number of measured turns")
     pairs = parser.parse_args().pairs
-    core = {max(os.sched_getaffinity(0))}
-    os.sched_setaffinity(0, core)
-    torch.set_num_threads(1)
+    core = use_one_core()
     shape = Shape(rows=_ROWS, columns=_PROMPT + _NEW)
     split = SplitSettings(wire_dtype="float32")
     with random_job(shape, 1) as job, ExitStack() as stack:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from chambers.errors import CommandError
 from chambers.sources import (
-    DRAFT,
+    DRAFT_HELP,
     AdapterOptions,
     argument,
     check_at_least_one,
@@ -79,7 +79,7 @@ class Generate(AdapterOptions):
     batch_size: Annotated[
         int, option("Number of prompts in a batch; default 8, with --draft 1.", "N")
     ] = 8
-    draft: Annotated[str | None, option(DRAFT, "DRAFT")] = None
+    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
 
     def __call__(self) -> int:
         """Generate the texts."""

@@ -32,10 +32,10 @@ def option(description: str, metavar: str | None = None) -> Any:
     return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
 
 
-DRAFT = (
+DRAFT_HELP = (
     "Draft tokens that are verified together, which saves round trips to a block server: prompt "
     "repeats passages of the text so far; a name or directory is that of a small model with the "
-    "same tokenizer. Greedy answers stay the same."
+    "same tokenizer. Only prompts that are answered alone have drafts."
 )
 
 

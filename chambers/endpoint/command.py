@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, read_bytes
 from chambers.sources import (
-    DRAFT,
+    DRAFT_HELP,
     AdapterOptions,
     BaseModelOptions,
     argument,
@@ -57,9 +57,7 @@ class Api(BaseModelOptions):
     batch_size: Annotated[
         int, option("Number of requests that are answered together; default 8.", "N")
     ] = 8
-    draft: Annotated[
-        str | None, option(f"{DRAFT} Requests that are answered together have no drafts.", "DRAFT")
-    ] = None
+    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
     queue: Annotated[
         int, option("Number of requests that may wait; further ones are refused; default 64.", "N")
     ] = 64

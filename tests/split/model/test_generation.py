@@ -291,9 +291,8 @@ def test_drafted_tokens_do_not_change_the_text(architecture, blocks, random_chec
     looked_up, frames = frames_of(scene, tokens, **GREEDY, prompt_lookup_num_tokens=4)
     assert torch.equal(looked_up, expected)
     assert len(frames) < len(plain) == 3 * NEW
-    varied = GREEDY | {
-        "repetition_penalty": 1.5
-    }  # a text that would change with what isn't dropped
+    # A text of one repeated token would hide drafts that aren't dropped.
+    varied = GREEDY | {"repetition_penalty": 1.5}
     expected, _ = frames_of(scene, tokens, **varied)
     looked_up, frames = frames_of(scene, tokens, **varied, prompt_lookup_num_tokens=4)
     assert torch.equal(looked_up, expected)
