@@ -61,7 +61,7 @@ class RunConfig(Section):
     seed: int = Field(
         0,
         ge=0,
-        description="Seed of all random numbers of the run, except keys, tickets, and the draws "
+        description="Seed for all random numbers of the run, except keys, tickets, and the draws "
         "and noise that a site's policy requires.",
     )
     min_nodes: PositiveInt = Field(
@@ -76,7 +76,7 @@ class RunConfig(Section):
         gt=0,
         le=1,
         description="Share of the connected clients that train in a round, but at least "
-        "`min-nodes` clients. For each round, a new sample is drawn with `seed`. Evaluations ask "
+        "`min-nodes` clients. For each round, a new sample is drawn with `seed`. Evaluations use "
         "one fixed sample of the same size, so that losses of different rounds are comparable; "
         "only these clients save the final adapters on their own disks.",
     )
@@ -85,7 +85,7 @@ class RunConfig(Section):
         gt=0,
         le=1,
         description="Maximum share of a client's data size in averages over two or more clients. "
-        "A client with more is named in the log, and weighted by this share; 1 means no maximum.",
+        "A client with a larger one is named in the log and weighted by this share; 1: no maximum.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."

@@ -40,7 +40,7 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Precision of the frozen weights; `auto` is bfloat16 on a GPU that supports "
-        "bfloat16 natively, else float32. Adapters are always float32.",
+        "it natively, else float32. Adapters are always float32.",
     )
     quantization: Literal["none", "nf4", "int8"] = Field(
         "none", description="Quantisation of the frozen weights by bitsandbytes."
@@ -64,7 +64,7 @@ class AdapterSettings(Section):
         "memory as a token.",
     )
     prefix_dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout of a `prefix`; FL-GLM's published code has 0.1."
+        0.0, ge=0, lt=1, description="Dropout of a `prefix`; FL-GLM's published code uses 0.1."
     )
     initial_text: str = Field(
         "",
@@ -192,10 +192,10 @@ class TrainSettings(Section):
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Course of the learning rate over the whole run, not one round."
+        "constant", description="Learning-rate schedule over the whole run, not one round."
     )
     warmup_ratio: float = Field(
-        0.0, ge=0, lt=1, description="Share of the whole run's steps with a rising learning rate."
+        0.0, ge=0, lt=1, description="Share of the run's steps in which the learning rate rises."
     )
     max_gradient_norm: NonNegativeFloat = Field(
         0.3, description="Maximum gradient norm; larger gradients are scaled down. 0: no maximum."
@@ -235,11 +235,11 @@ class ContinualSettings(Section):
     sum: Literal["all", "tensor"] = Field(
         "all",
         description="`all`: one sum s (Eq. 4) over all weights. `tensor`: one s per tensor, and "
-        "half the sum of the tensors' penalties, as in the code published with the paper.",
+        "half the sum of the tensors' penalties, as in the paper's published code.",
     )
     shuffle: bool = Field(
         False,
-        description="Shuffle J within each tensor before J is used: a control that restrains "
+        description="Shuffle J within each tensor before using it: a control that restrains "
         "training as strongly, but at random weights instead of the important ones.",
     )
 
@@ -259,7 +259,7 @@ class EvaluateSettings(Section):
     """Evaluation on held-out data."""
 
     every: PositiveInt = Field(
-        1, description="Evaluate once every this many rounds, and always after the last round."
+        1, description="Rounds from one evaluation to the next; the last round is always evaluated."
     )
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
     generate: bool = Field(

@@ -46,9 +46,9 @@ class SplitSettings(Section):
     )
     activation_budget: PositiveInt = Field(
         16384,
-        description="Maximum padded tokens of all clients, prefixes included, whose activations, "
-        "or keys and values of generated text, are in the server's memory at once. If the server "
-        "runs out of memory, lower this number.",
+        description="Maximum padded tokens of all clients, prefixes included, for which the server "
+        "holds activations, or keys and values of generated text, at once. Lower this number if "
+        "the server runs out of memory.",
     )
     body_devices: str = Field(
         "",
@@ -81,7 +81,7 @@ class SplitSettings(Section):
         "norm that it reports. Larger values are scaled down, and the log names the client.",
     )
     join_timeout: PositiveFloat = Field(
-        120.0, description="Seconds that clients which train together wait for each other to join."
+        120.0, description="Seconds that clients training together wait for each other to join."
     )
     gather_timeout: PositiveFloat = Field(
         60.0,
@@ -92,7 +92,7 @@ class SplitSettings(Section):
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
-        description="Seconds within which a lane must be resumed after the network cut it. With "
+        description="Seconds within which a lane must be resumed after the network cuts it. With "
         "`client-batch`, the other clients wait no longer than `gather-timeout` for the client.",
     )
     frame_timeout: PositiveFloat = Field(
