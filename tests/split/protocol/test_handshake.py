@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from split.protocol import handshake as module
 from split.protocol.errors import HandshakeError, Refusal, ServerKeyError, TicketError
 from split.protocol.handshake import ClientHandshake, ServerHandshake
-from split.protocol.hello import MAX_HELLO_BYTES, hello_context, read_hello
+from split.protocol.hello import MAX_HELLO_BYTES, VERSION, hello_context, read_hello
 from split.protocol.keys import ServerKeys, wrap
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
@@ -135,7 +135,7 @@ def test_messages_have_exact_lengths():
 @given(st.binary(max_size=MAX_HELLO_BYTES + 10), st.booleans(), st.integers(1, 3))
 def test_any_bytes_are_refused_by_name(content, with_prefix, number):
     if with_prefix:
-        content = b"CHLN\x03" + bytes([number]) + content
+        content = b"CHLN" + bytes([VERSION, number]) + content
     pair = _started()
     refusal(answered, ServerHandshake(pair.keys, pair.book), content)
     refusal(pair.client.finish, content)
