@@ -10,6 +10,7 @@ import click
 import typer
 
 from chambers.convert import Convert
+from chambers.endpoint.chat import Chat
 from chambers.endpoint.command import Api
 from chambers.errors import described
 from chambers.evaluate import Evaluate
@@ -56,6 +57,7 @@ _COMMANDS = {
     "generate": Generate,
     "serve": Serve,
     "api": Api,
+    "chat": Chat,
     "merge": Merge,
     "convert": Convert,
     "experiment": Experimenting,

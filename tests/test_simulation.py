@@ -22,10 +22,13 @@ import sys, torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 assert not any("chambers" in name or name in ("finetuning", "federation") for name in sys.modules)
-base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
-with torch.no_grad():
-    torch.save(model(torch.arange(20)[None]).logits, sys.argv[3])
+logits = []
+for adapter in sys.argv[3:]:
+    base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    with torch.no_grad():
+        logits.append(model(torch.arange(20)[None]).logits)
+torch.save(logits, sys.argv[2])
 """
 
 
@@ -122,7 +125,7 @@ def test_a_split_run_whose_clients_train_at_once(
 def check_adapters_load_elsewhere(
     directory: Path, checkpoint: Path, tmp_path: Path, rounds: int = 3
 ) -> None:
-    """Load each adapter in a process without this project's code; compare logits."""
+    """Load the adapters in a process without this project's code; compare logits."""
     from finetuning.adapters.adapter import attach_adapter, load_adapter
     from finetuning.model.base_model import load_base_model
     from finetuning.settings import AdapterSettings, ModelSettings
@@ -130,17 +133,15 @@ def check_adapters_load_elsewhere(
     base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, AdapterSettings(), str(checkpoint)).eval()
     adapters = directory / "adapters"
-    for folder in (adapters / "global", *sorted((adapters / "clients").iterdir())):
-        output = tmp_path / "logits.pt"
-        subprocess.run(
-            [sys.executable, "-I", "-c", LOGITS, str(checkpoint), str(folder), str(output)],
-            check=True,
-            cwd=tmp_path,
-        )
+    folders = [adapters / "global", *sorted((adapters / "clients").iterdir())]
+    output = tmp_path / "logits.pt"
+    command = [sys.executable, "-I", "-c", LOGITS, checkpoint, output, *folders]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    for folder, logits in zip(folders, torch.load(output), strict=True):
         load_adapter(model, load_file(folder / "adapter_model.safetensors"))
         with torch.no_grad():
             ours = model(torch.arange(20)[None]).logits
-        torch.testing.assert_close(torch.load(output), ours, atol=1e-6, rtol=0)
+        torch.testing.assert_close(logits, ours, atol=1e-6, rtol=0)
         assert f"rounds = {rounds}" in (folder / "README.md").read_text()
 
 

@@ -19,6 +19,8 @@ from chambers.errors import CommandError
 from chambers.lane_model import LaneModel, explained
 from chambers.models import Source, opened
 from finetuning.adapters.adapter import load_adapter
+from finetuning.data.prompts import parse_prompt, tokenize_prompts
+from finetuning.data.rows import Row
 from finetuning.data.tokenization import end_marks
 from finetuning.devices import is_broken, memory_problem
 from finetuning.errors import UserError
@@ -94,6 +96,14 @@ class Answerer:
             self._changed.notify()
         self._thread.join()
         self._resources.close()
+
+    def chat_prompt(self, turns: Sequence[Mapping[str, str]]) -> torch.Tensor:
+        """Return a conversation's tokens in the form of training, (tokens,) int64.
+
+        Raise ``UserError`` if the chat template can't express the conversation.
+        """
+        row = Row(parse_prompt({"messages": turns}), "messages", {})
+        return tokenize_prompts([row], self.tokenizer)[0]
 
     def max_new_tokens(self, model: str, prompt_length: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt.

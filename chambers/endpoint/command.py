@@ -5,27 +5,17 @@ import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from chambers.endpoint.models import ModelsOptions
 from chambers.errors import CommandError, read_bytes
-from chambers.sources import (
-    DRAFT_HELP,
-    AdapterOptions,
-    BaseModelOptions,
-    argument,
-    check_at_least_one,
-    option,
-)
+from chambers.sources import check_at_least_one, option
 
-if TYPE_CHECKING:
-    from chambers.models import Source
-
-_BASE = "base"
 _MIN_KEY_LENGTH = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Api(BaseModelOptions):
+class Api(ModelsOptions):
     """Answer programs that use OpenAI's API.
 
     Serve the base model as "base", and each adapter under the name of its folder:
@@ -39,15 +29,12 @@ class Api(BaseModelOptions):
     \b
       chambers api --invitation court.json state/adapters/global
 
-    Programs use http://127.0.0.1:8000/v1 as the base URL. On other addresses than loopback, they
-    need the key in --key-file; the connection isn't encrypted, so put a proxy with TLS in front.
-    Neither prompts nor answers are logged or written to disk.
+    Programs use http://127.0.0.1:8000/v1 as the base URL; http://127.0.0.1:8000 is a page to chat
+    with the models. On other addresses than loopback, requests need the key in --key-file; the
+    connection isn't encrypted, so put a proxy with TLS in front. Neither prompts nor answers are
+    logged or written to disk.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    adapters: Annotated[list[Path] | None, argument("[ADAPTER]…")] = None
-    invitation: Annotated[
-        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
-    ] = None
     listen: Annotated[str, option("Address to listen on; default 127.0.0.1:8000.", "HOST:PORT")] = (
         "127.0.0.1:8000"
     )
@@ -57,46 +44,29 @@ class Api(BaseModelOptions):
     batch_size: Annotated[
         int, option("Number of requests that are answered together; default 8.", "N")
     ] = 8
-    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
     queue: Annotated[
         int, option("Number of requests that may wait; further ones are refused; default 64.", "N")
     ] = 64
-    max_prompt_length: Annotated[
-        int, option("Maximum length of a prompt in tokens; default 4096.", "N")
-    ] = 4096
-    max_new_tokens: Annotated[
-        int, option("Maximum tokens per answer, and the default; default 1024.", "N")
-    ] = 1024
 
     def __call__(self) -> int:
         """Answer requests until SIGINT or SIGTERM."""
-        check_at_least_one(self, "batch_size", "queue", "max_prompt_length", "max_new_tokens")
-        for folder in [*(self.adapters or []), None]:  # before heavy libraries are imported
-            self._options(folder)
+        check_at_least_one(self, "batch_size", "queue")
+        self.check_models()
         key = self._key()
         listener = self._listen(key)
         with listener:
             import uvicorn
 
-            from chambers.drafts import find_draft
-            from chambers.endpoint.answering import Answerer, Limits
             from chambers.endpoint.routes import routes
-            from finetuning.model.base_model import load_tokenizer
 
-            sources = self.sources()
-            tokenizer = load_tokenizer(next(iter(sources.values())).directory)
-            limits = Limits(
-                batch_size=self.batch_size,
-                queue=self.queue,
-                max_prompt_length=self.max_prompt_length,
-                max_new_tokens=self.max_new_tokens,
-                draft=find_draft(self.draft, tokenizer),
-            )
-            with Answerer(sources, tokenizer, limits) as answerer:
+            with self.answerer(self.batch_size, self.queue) as answerer:
                 host, port = listener.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
-                print(f"models: {', '.join(sources)}")
-                print(f"answering at http://{shown}:{port}/v1", flush=True)
+                print(f"models: {', '.join(answerer.sources)}")
+                print(
+                    f"answering at http://{shown}:{port}/v1; chat at http://{shown}:{port}",
+                    flush=True,
+                )
                 config = uvicorn.Config(
                     routes(answerer, key),
                     log_level="critical",  # tracebacks may quote prompts
@@ -110,27 +80,6 @@ class Api(BaseModelOptions):
             if answerer.broken:
                 raise CommandError("a GPU kernel has failed, after which this process can run none")
         return 0
-
-    def sources(self) -> "dict[str, Source]":
-        """Find the models by name; raise ``UserError`` if their parts don't match."""
-        from chambers.models import find
-
-        sources: dict[str, Source] = {}
-        for folder in self.adapters or []:
-            name = folder.resolve().name
-            if name in {*sources, _BASE}:
-                raise CommandError(f"two models would be named {name}; copy {folder} elsewhere")
-            sources[name] = find(self._options(folder), self.invitation)
-        bare = [source.bare for source in sources.values()]
-        sources[_BASE] = bare[0] if bare else find(self._options(None), self.invitation)
-        return sources
-
-    def _options(self, folder: Path | None) -> AdapterOptions:
-        options = AdapterOptions(
-            model=self.model, dtype=self.dtype, quantization=self.quantization, adapter=folder
-        )
-        options.check_folders()
-        return options
 
     def _key(self) -> str | None:
         if self.key_file is None:

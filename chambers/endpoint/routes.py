@@ -1,6 +1,8 @@
-"""The HTTP routes of the endpoint: models, chat completions and completions."""
+"""The HTTP routes of the endpoint: models, chat completions, completions, and a page to chat."""
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -8,6 +10,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,15 +21,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from chambers.endpoint.answer_stream import Piece, Request
 from chambers.endpoint.answering import Answerer, BusyError
 from chambers.endpoint.replies import ChatReply, CompletionReply
 from chambers.endpoint.requests import Chat, Completion
-from finetuning.data.prompts import parse_prompt, tokenize_prompts
-from finetuning.data.rows import Row
 from finetuning.errors import UserError
 
 _INVALID = "invalid_request_error"
@@ -33,6 +35,16 @@ _MAX_BODY = 4 * 2**20  # in bytes
 _LOWEST_TEMPERATURE = 0.01
 # Seconds between checks whether the client is still connected.
 _CHECK_SECONDS = 0.5
+
+_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+_SCRIPT = _PAGE.partition("<script>")[2].partition("</script>")[0]
+_SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src 'sha256-{_SCRIPT_DIGEST}'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+}
 
 
 class ApiError(Exception):
@@ -49,6 +61,7 @@ def routes(answerer: Answerer, key: str | None) -> Starlette:
     endpoint = _Endpoint(answerer, key)
     return Starlette(
         routes=[
+            Route("/", _page),
             Route("/v1/models", endpoint.models),
             Route("/v1/models/{name}", endpoint.model),
             Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
@@ -56,6 +69,11 @@ def routes(answerer: Answerer, key: str | None) -> Starlette:
         ],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refuse),
     )
+
+
+async def _page(_: HttpRequest) -> Response:
+    """Return the page to chat, which contains no data of this endpoint."""
+    return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
 
 async def _refuse(_: HttpRequest, error: Exception) -> Response:
@@ -97,11 +115,7 @@ class _Endpoint:
         """Answer a conversation."""
         wanted = await self._read(http, Chat)
         turns = [{"role": turn.role, "content": turn.text} for turn in wanted.messages]
-
-        def prompt() -> torch.Tensor:
-            row = Row(parse_prompt({"messages": turns}), "messages", {})
-            return tokenize_prompts([row], self.answerer.tokenizer)[0]
-
+        prompt = partial(self.answerer.chat_prompt, turns)
         return await self._respond(http, wanted, "messages", prompt, ChatReply)
 
     async def completion(self, http: HttpRequest) -> Response:

@@ -1,5 +1,6 @@
 """``chambers api``: OpenAI's own client, and clients that ask for what isn't allowed."""
 
+import json
 import re
 import shutil
 import signal
@@ -27,6 +28,7 @@ from chambers.endpoint.answering import Answerer, Limits
 from chambers.endpoint.routes import routes
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
+from tests.chambers.browser import browser, needs_browser
 from tests.chambers.conftest import ROOT, refused, told, write_run
 from tests.chambers.test_serve import serving_here
 from tests.waiting import wait_until
@@ -51,12 +53,13 @@ def answering(*words, key=None, **limits):
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        with openai.OpenAI(
-            base_url=url, api_key=key or "none", max_retries=0, timeout=60
-        ) as client:
-            yield client, answerer
-        server.should_exit = True
-        thread.join()
+        settings = {"base_url": url, "api_key": key or "none", "max_retries": 0, "timeout": 60}
+        try:
+            with openai.OpenAI(**settings) as client:
+                yield client, answerer
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def adapters(run_folder):
@@ -383,3 +386,45 @@ def test_sigterm_ends_the_command(run_folder, tmp_path):
             assert text_of(ask(client, "who"))
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def test_the_page_has_all_that_it_needs(whole):
+    client, _ = whole
+    page = httpx.get(str(client.base_url.copy_with(path="/")))
+    assert not re.search(r"(src|href)=.(?!data:)", page.text)
+    assert "://" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+@pytest.mark.slow
+@needs_browser
+def test_models_answer_side_by_side_in_a_browser(run_folder, tmp_path):
+    question = QUESTIONS[1]
+    limits = {"key": KEY, "max_prompt_length": 150, "max_new_tokens": TOKENS}
+    with answering(*adapters(run_folder), **limits) as (client, _), browser(tmp_path) as page:
+        page.open(str(client.base_url.copy_with(path="/")))
+        page.wait_for("document.querySelector('#problem').value.includes('API key')")
+        page.run(f"const key = document.querySelector('#key'); key.value = '{KEY}'")
+        page.run("key.dispatchEvent(new Event('change'))")
+        page.wait_for("document.querySelectorAll('#models input').length === 3")
+        page.run("document.querySelectorAll('#models input')[2].click()")
+        for turn in (1, 2):
+            page.run(f"document.querySelector('#question').value = '{question}'")
+            page.run("document.querySelector('#form').requestSubmit()")
+            page.wait_for("document.querySelector('#stop').hidden")
+            shown = page.run(
+                "JSON.stringify([...document.querySelectorAll('section')].map(column => "
+                "[...column.children].map(child => child.textContent)))"
+            )
+            for name, *texts in json.loads(shown):
+                asked = []
+                for said in texts[1::2]:
+                    asked.append({"role": "user", "content": question})
+                    reply = client.chat.completions.create(
+                        model=name, messages=asked, temperature=0, max_tokens=TOKENS
+                    )
+                    assert said == reply.choices[0].message.content, (name, turn)
+                    asked.append({"role": "assistant", "content": said})
+                assert len(texts) == 2 * turn
+        page.run("document.querySelector('#new').click()")
+        assert page.run("document.querySelectorAll('section p').length") == 0

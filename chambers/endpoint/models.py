@@ -1,0 +1,81 @@
+"""The models of ``chambers api`` and ``chambers chat``: a base model, and adapters for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from chambers.errors import CommandError
+from chambers.sources import (
+    DRAFT_HELP,
+    AdapterOptions,
+    BaseModelOptions,
+    argument,
+    check_at_least_one,
+    option,
+)
+
+if TYPE_CHECKING:
+    from chambers.endpoint.answering import Answerer
+    from chambers.models import Source
+
+_BASE = "base"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions(BaseModelOptions):
+    """Options of commands that answer with any of several models."""
+
+    adapters: Annotated[list[Path] | None, argument("[ADAPTER]…")] = None
+    invitation: Annotated[
+        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
+    ] = None
+    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
+    max_prompt_length: Annotated[
+        int, option("Maximum length of a prompt in tokens; default 4096.", "N")
+    ] = 4096
+    max_new_tokens: Annotated[
+        int, option("Maximum tokens per answer, and the default; default 1024.", "N")
+    ] = 1024
+
+    def check_models(self) -> None:
+        """Raise ``UserError`` if an option is invalid, without importing heavy libraries."""
+        check_at_least_one(self, "max_prompt_length", "max_new_tokens")
+        for folder in [*(self.adapters or []), None]:
+            self._options(folder)
+
+    @contextmanager
+    def answerer(self, batch_size: int, queue: int) -> "Iterator[Answerer]":
+        """Load the models, and answer requests within the context; see `Limits`."""
+        from chambers.drafts import find_draft
+        from chambers.endpoint.answering import Answerer, Limits
+        from finetuning.model.base_model import load_tokenizer
+
+        sources = self.sources()
+        tokenizer = load_tokenizer(next(iter(sources.values())).directory)
+        draft = find_draft(self.draft, tokenizer)
+        limits = Limits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
+        with Answerer(sources, tokenizer, limits) as answerer:
+            yield answerer
+
+    def sources(self) -> "dict[str, Source]":
+        """Find the models by name; raise ``UserError`` if their parts don't match."""
+        from chambers.models import find
+
+        sources: dict[str, Source] = {}
+        for folder in self.adapters or []:
+            name = folder.resolve().name
+            if name in {*sources, _BASE}:
+                raise CommandError(f"two models would be named {name}; copy {folder} elsewhere")
+            sources[name] = find(self._options(folder), self.invitation)
+        bare = [source.bare for source in sources.values()]
+        sources[_BASE] = bare[0] if bare else find(self._options(None), self.invitation)
+        return sources
+
+    def _options(self, folder: Path | None) -> AdapterOptions:
+        options = AdapterOptions(
+            model=self.model, dtype=self.dtype, quantization=self.quantization, adapter=folder
+        )
+        options.check_folders()
+        return options
