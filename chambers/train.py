@@ -26,7 +26,7 @@ from finetuning.model.names import BUILT_IN, TINY, resolve
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
-_GENERATED_CLIENTS = 3
+GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
 _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapter"}
 
@@ -55,10 +55,7 @@ class Train:
 
     settings: Annotated[list[str] | None, argument("[PRESET|FILE.toml|KEY=VALUE]…")] = None
     clients: Annotated[
-        int | None,
-        option(
-            "Number of simulated clients; default: one for each folder in data.path, else 3.", "N"
-        ),
+        int | None, option("Number of clients; default: one per folder in data.path, else 3.", "N")
     ] = None
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the run's log too.")] = False
 
@@ -166,7 +163,7 @@ def count_clients(settings: Mapping[str, Any]) -> int:
     if settings.get("data.pool"):
         return 1
     path = str(settings.get("data.path", ""))
-    return len(client_folders(Path(path).expanduser()) if path else []) or _GENERATED_CLIENTS
+    return len(client_folders(Path(path).expanduser()) if path else []) or GENERATED_CLIENTS
 
 
 def check_inputs(config: RunConfig, clients: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Run
+from chambers.in_process import run_in_process
 from chambers.train import count_clients
 from federation.resumption import checkpoint_files
 from federation.run_config import RunConfig
@@ -24,8 +25,7 @@ def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
     """
     directory = folder / "runs" / run.name
     before = _folders(directory)
-    completed = [each for each in before if read_status(each).phase == "completed"]
-    if completed:
+    if completed := [each for each in before if read_status(each).phase == "completed"]:
         return completed[0]
     state = folder / "state" / run.name
     values = config.flat() | {"output-dir": str(directory), "state-path": str(state)}
@@ -34,8 +34,6 @@ def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
     output = directory / "output.txt"
     try:
         with _output_to(output):
-            from chambers.in_process import run_in_process
-
             run_in_process(values, run.clients or count_clients(values))
     except Exception as error:
         problem = f"the run {run.name} failed ({error}); its output is in {output}"
@@ -69,15 +67,14 @@ def _folders(directory: Path) -> list[Path]:
 
 def check_settings(run: Run, folder: Path) -> None:
     """Record a new run's settings; raise ``CommandError`` if its folder has different ones."""
-    directory = folder / "runs" / run.name
-    file = directory / "settings.json"
+    file = folder / "runs" / run.name / "settings.json"
     if not file.is_file():
-        directory.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(dict(run.settings), indent=1) + "\n", encoding="utf-8")
         return
     before = json.loads(file.read_text(encoding="utf-8"))
     if other := sorted(dict(before.items() ^ run.settings.items())):
         raise CommandError(
-            f"{directory} is from a run with different settings ({', '.join(other)}); name another "
-            "folder with --output"
+            f"{file.parent} is from a run with different settings ({', '.join(other)}); name "
+            "another folder with --output"
         )

@@ -2,22 +2,20 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
-from chambers.sources import check_at_least_one, option
+from chambers.sources import argument, check_at_least_one, option
 from chambers.train import count_clients, read_settings, with_absolute_paths
 from federation.run_config import RunConfig, Scalar, parse_run_config
 
@@ -36,18 +34,12 @@ class Experimenting:
     folder gets results.jsonl, Markdown and CSV files of the tables, and SVG files of heat maps.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml")]
+    file: Annotated[Path, argument("FILE.toml")]
     size: Annotated[str, option("Name of a size in FILE.toml; default small.", "NAME")] = "small"
-    output: Annotated[
-        Path | None, option("Folder of the experiment; default runs/FILE-SIZE.", "FOLDER")
-    ] = None
+    output: Annotated[Path | None, option("Results; default runs/FILE-SIZE.", "FOLDER")] = None
     jobs: Annotated[int, option("Number of concurrent runs; default 1.", "N")] = 1
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the experiment in its folder.")
-    ] = False
-    render: Annotated[
-        bool, typer.Option("--render", help="Only write tables and heat maps of recorded results.")
-    ] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the experiment.")] = False
+    render: Annotated[bool, typer.Option("--render", help="Only render recorded results.")] = False
 
     def __call__(self) -> int:
         """Carry out the experiment; the exit status is 0 only if all runs completed."""
@@ -106,10 +98,8 @@ class Experimenting:
                 for (variant, seed), own in groups.items()
             ]
             for run, config in runs.items():
-                found = groups[run.variant, run.seed]
-                future = pool.submit(measure_run, experiment, run, config, folder, found)
-                future.add_done_callback(partial(_report, run.name))
-                futures.append(future)
+                own = groups[run.variant, run.seed]
+                futures.append(pool.submit(measure_run, experiment, run, config, folder, own))
             try:
                 records = [record for future in futures for record in future.result()]
             except BrokenProcessPool as error:
@@ -149,11 +139,6 @@ class Experimenting:
                 raise CommandError(
                     f"{self.file}: the measure accuracy needs a data.task with candidate answers"
                 )
-
-
-def _report(name: str, future: Future[Any]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        print(f"finished: {name}", file=sys.stderr)
 
 
 def _set_up(jobs: int) -> None:

@@ -1,5 +1,6 @@
 """Measure the models of an experiment's runs, question by question."""
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +13,7 @@ import torch
 from chambers.experiment.carry_out import carry_out
 from chambers.experiment.plan import Experiment, Measure, Reported, Run
 from chambers.experiment.questions import Group, group_name
-from chambers.experiment.records import (
-    BASE,
-    CONSTANT,
-    GLOBAL,
-    Record,
-    read_records,
-    write_records,
-)
+from chambers.experiment.records import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
 from federation.run_config import RunConfig
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.adapter import attach_adapter, load_adapter
@@ -36,7 +30,6 @@ from finetuning.model.whole_model import WholeModel
 from finetuning.tasks.scoring import answer, prepare
 from finetuning.tasks.tasks import TASKS
 
-_BATCH = 16
 _MAX_TOKENS = 8192
 _REPORTED: set[Measure] = set(get_args(Reported))
 
@@ -64,7 +57,7 @@ def measure_untrained(
 def _constant_records(
     seed: int, groups: Sequence[Group], measures: Collection[Measure]
 ) -> Iterator[Record]:
-    """Yield for each group the scores of the one answer that is right for the most questions."""
+    """Yield the scores in each group of the single answer that is right most often."""
     for group in groups:
         if "article" in measures:
             values = [1 / len(matters.MATTERS)] * len(group.rows)
@@ -78,7 +71,7 @@ def _constant_records(
 def measure_run(
     experiment: Experiment, run: Run, config: RunConfig, folder: Path, groups: Sequence[Group]
 ) -> list[Record]:
-    """Carry out a run, and return the values of its models.
+    """Carry out a run, print that it has finished, and return the values of its models.
 
     The values are stored beside the run; they are computed again if measures or questions change.
     """
@@ -94,7 +87,9 @@ def measure_run(
             values = measuring.values(adapter, groups, measures)
             records += [Record(run.arm, name, run.seed, *found) for found in values]
         write_records(file, about, records)
-    return [*records, *_reported(run, directory, sorted(wanted & _REPORTED))]
+    records += _reported(run, directory, sorted(wanted & _REPORTED))
+    print(f"finished: {run.name}", file=sys.stderr)
+    return records
 
 
 def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Path]:
@@ -167,7 +162,7 @@ class Measuring:
         return [-one.log_probability / len(reference.answer) for (one,), reference in pairs]
 
     def _articles(self, model: WholeModel, group: Group) -> list[float]:
-        """Return for each question whether the right Article is the likeliest of all."""
+        """Return whether the right Article is the likeliest, for each question."""
         beginnings = matters.beginnings()
         tokens = self._tokenizer(list(beginnings.values()), add_special_tokens=False)["input_ids"]
         prompts = tokenize_prompts(group.rows, self._tokenizer)
@@ -182,7 +177,7 @@ class Measuring:
         return right
 
     def _correct(self, model: WholeModel, group: Group) -> list[float]:
-        """Return for each question of a task whether a right candidate is the likeliest of all."""
+        """Return whether a right candidate is the likeliest, for each question of a task."""
         task, length = TASKS[self._config.data.task], self._config.data.max_length
         prepared = prepare(self._tokenizer, task, group.questions, length)
         texts = answer(model, self._tokenizer, prepared, _MAX_TOKENS, new_tokens=0).texts
@@ -194,7 +189,7 @@ class Measuring:
             model=model,
             tokenizer=self._tokenizer,
             prompts=tokenize_prompts(group.rows, self._tokenizer),
-            batch_size=_BATCH,
+            batch_size=16,
             max_new=self._config.evaluate.max_new_tokens,
         )
         references = [row.messages[-1]["content"] for row in group.rows]

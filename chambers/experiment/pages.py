@@ -88,7 +88,8 @@ def _gain(gain: Interval | None, measure: Measure) -> list[str]:
     if gain is None:
         return ["", ""]
     text = _cell(gain, measure)
-    return [f"**{text}**" if gain.differs else text, _text(gain.detectable, measure)]
+    includes_0 = gain.low <= 0 <= gain.high
+    return [text if includes_0 else f"**{text}**", _text(gain.detectable, measure)]
 
 
 def _csv(rows: Sequence[Row]) -> str:
@@ -119,8 +120,7 @@ def _heat_map(table: Table, rows: Sequence[Row]) -> str:
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        unit = _UNITS.get(table.measure, "%")
-        axes.set_title(f"{table.title} ({unit})", fontsize=10, loc="left")
+        axes.set_title(f"{table.title} ({_UNITS.get(table.measure, '%')})", fontsize=10, loc="left")
         for (y, x), value in np.ndenumerate(values):
             red, green, blue, _ = image.cmap(image.norm(value))
             colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"

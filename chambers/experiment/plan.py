@@ -15,7 +15,7 @@ from federation.run_config import Scalar
 # ``loss``: loss in nats per token of the reference. ``article``: whether the right one of twelve
 # Articles is the likeliest. ``accuracy``: whether a right candidate answer is the likeliest.
 _Likelihood = Literal["loss", "article", "accuracy"]
-# ``answer``: whether the greedily generated text equals the reference. The others score this text.
+# ``answer``: whether the greedily generated text equals the reference. The rest score this text.
 _Text = Literal["answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
 # Means over rounds of what clients report about their training.
 Reported = Literal["distance", "penalty_gradient_share"]
@@ -77,10 +77,9 @@ class Experiment(_Section):
     @model_validator(mode="after")
     def _check_names(self) -> "Experiment":
         for table in self.tables:
-            against = [table.against] if table.against else []
             published = [name.partition(" ")[0] for name in table.published]
-            for arm in (*table.arms, *against, *published):
-                if arm not in self.arms:
+            for arm in (*table.arms, *published, table.against):
+                if arm is not None and arm not in self.arms:
                     raise ValueError(
                         f"{table.name} names the arm {arm}; the arms are {', '.join(self.arms)}"
                     )
@@ -127,11 +126,8 @@ def runs_of(
         own = experiment.settings | size.settings | experiment.variants[variant]
         for name, arm in experiment.arms.items():
             settings = own | arm.settings | {"seed": seed}
-            if not arm.trained:
-                continue
-            if arm.each_client:
+            if arm.trained and arm.each_client:
                 for client in clients[variant]:
-                    pooled = settings | {"data.pool": client}
-                    yield Run(name, variant, seed, client, None, pooled)
-            else:
+                    yield Run(name, variant, seed, client, None, settings | {"data.pool": client})
+            elif arm.trained:
                 yield Run(name, variant, seed, None, arm.clients, settings)

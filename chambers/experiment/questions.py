@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chambers.errors import CommandError
+from chambers.train import GENERATED_CLIENTS
 from federation.run_config import RunConfig
 from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
 from finetuning.generated import matters
@@ -12,8 +13,6 @@ from finetuning.randomness import derive_seed
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import held_out_part, read_questions, read_task_rows
 from finetuning.tasks.tasks import TASKS
-
-_CLIENTS = 3
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,8 @@ def client_names(config: RunConfig) -> list[str]:
     if config.data.path:
         return [folder.name for folder in client_folders(Path(config.data.path).expanduser())]
     if config.data.generated == "styles":
-        raise CommandError(
-            'an experiment needs data.path, or data.generated = "matters", not "styles"'
-        )
-    return [f"school-{number}" for number in range(1, _CLIENTS + 1)]
+        raise CommandError('an experiment needs data.path or data.generated = "matters"')
+    return [f"school-{number}" for number in range(1, GENERATED_CLIENTS + 1)]
 
 
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
@@ -57,7 +54,7 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         folders = folders or {variant or path.name: path}
         return [_read(name, folder, config, count) for name, folder in folders.items()]
     groups = []
-    for name, own in zip(names, matters.divide(_CLIENTS, seed), strict=True):
+    for name, own in zip(names, matters.divide(len(names), seed), strict=True):
         values = matters.questions(own, count, derive_seed("experiment", seed, name), "test")
         rows = [
             Row(parse_messages(value), f"{name} question {number}", dict(value))

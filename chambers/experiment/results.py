@@ -1,5 +1,6 @@
 """The numbers of an experiment's tables and heat maps, from recorded values."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,8 +47,7 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
         against = [model for (arm, _), model in models.items() if arm == table.against]
         compared = {GLOBAL: {ALL: _mean(against)}} if against else {}
     rows = []
-    for name, line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
-        arm, kind = name
+    for (arm, kind), line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
         other = compared.get(kind) or next(iter(compared.values()), {})
         gains = {
             column: difference(_by_seed(line[column]), _by_seed(values))
@@ -70,20 +70,18 @@ def _label(experiment: Experiment, arm: str, kind: str, lines: Collection[_Name]
 
 
 def _models(records: Sequence[Record], measure: Measure) -> dict[_Name, _Values]:
-    models: dict[_Name, _Values] = {}
+    models: dict[_Name, _Values] = defaultdict(dict)
     for record in records:
         if record.measure == measure:
-            of_model = models.setdefault((record.arm, record.model), {})
-            of_model[record.seed, record.group] = np.array(record.values)
+            models[record.arm, record.model][record.seed, record.group] = np.array(record.values)
     return models
 
 
 def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
     """Return the models of each arm and kind (base, global or clients), keyed by name."""
-    kinds: dict[_Name, dict[str, _Values]] = {}
+    kinds: dict[_Name, dict[str, _Values]] = defaultdict(dict)
     for (arm, name), model in models.items():
-        kind = name if name in {BASE, GLOBAL} else _CLIENTS
-        kinds.setdefault((arm, kind), {})[name] = model
+        kinds[arm, name if name in {BASE, GLOBAL} else _CLIENTS][name] = model
     return kinds
 
 

@@ -23,11 +23,6 @@ class Interval:
     high: float
     detectable: float  # smallest true mean that four of five experiments distinguish from 0
 
-    @property
-    def differs(self) -> bool:
-        """Whether the interval is on one side of 0."""
-        return self.low > 0 or self.high < 0
-
 
 def interval(values: BySeed) -> Interval:
     """Return the mean of values and its interval, by a hierarchical bootstrap.

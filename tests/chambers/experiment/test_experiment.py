@@ -206,7 +206,7 @@ def test_models_that_are_no_better_than_a_constant_are_not_compared(file, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_path, capsys):
+def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_path, capfd):
     text = EXPERIMENT.replace("seeds = [3, 4]", "seeds = [3]")
     text = text.replace('"tiny"', f'"{checkpoint}"')
     for words in ('[arms.alone]\nlabel = "alone"\neach-client = true\n', 'against = "alone"\n'):
@@ -222,7 +222,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     whole = file.read_text()
     file.write_text(broken)
     assert main(words) == 2
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "finished: together-seed-3" in said and "the run broken-seed-3 failed" in said
     assert 'adapter.targets = "none"' in said
     file.write_text(whole)
@@ -230,7 +230,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     before = measured.stat()
     assert main([*words, "--resume"]) == 0
     assert measured.stat().st_mtime_ns == before.st_mtime_ns, "what was measured is kept"
-    shown = capsys.readouterr()
+    shown = capfd.readouterr()
     assert "finished: broken" not in shown.err
     about, *lines = map(json.loads, (folder / RESULTS).read_text().splitlines())
     assert about["versions"]["torch"] and about["runs"]["together-seed-3"]["seed"] == 3
@@ -240,10 +240,10 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     }
     assert {(line["group"], len(line["values"])) for line in lines} == {(g, 2) for g in GROUPS}
     assert main([*words, "--render"]) == 0
-    assert capsys.readouterr().out == shown.out
+    assert capfd.readouterr().out == shown.out
     file.write_text(whole.replace("rounds = 1", "rounds = 2"))
     assert main([*words, "--resume"]) == 2
-    assert "settings (rounds); name another folder" in capsys.readouterr().err
+    assert "settings (rounds); name another folder" in capfd.readouterr().err
 
 
 @pytest.mark.nightly
