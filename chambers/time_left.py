@@ -1,6 +1,6 @@
 """Estimate the remaining time of a run from its finished rounds and evaluations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from federation.run_folder import Event, RunStatus
@@ -24,15 +24,15 @@ def time_left(
     training = durations(events, "round")
     if not training:
         return None
-    evaluations = _Evaluations(config, events, status)
+    evaluation_seconds = _evaluation_seconds(config, events, status)
     round_seconds = _recent_mean(training)
     elapsed = now - status.since
     ahead = range(status.round + 1, int(config["rounds"]) + 1)
-    left = len(ahead) * round_seconds + sum(map(evaluations.seconds, ahead))
+    left = len(ahead) * round_seconds + sum(map(evaluation_seconds, ahead))
     if status.phase == "evaluation":
         over = status.round in durations(events, "evaluation")
-        return left if over else left + max(0.0, evaluations.seconds(status.round) - elapsed)
-    return left + _left_of_round(status, round_seconds, elapsed) + evaluations.seconds(status.round)
+        return left if over else left + max(0.0, evaluation_seconds(status.round) - elapsed)
+    return left + _left_of_round(status, round_seconds, elapsed) + evaluation_seconds(status.round)
 
 
 def durations(events: Sequence[Event], kind: str) -> dict[int, float]:
@@ -52,38 +52,28 @@ def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
     share = (len(ended) + sum(done)) / max(1, len(status.asked), len(ended) + len(done))
     if done and share >= _LEAST_SHARE:
         # The steps were counted when the status was written.
-        whole = (status.updated - status.since) / share
-        return max(0.0, whole - elapsed)
+        expected = (status.updated - status.since) / share
     return max(0.0, expected - elapsed)
 
 
-class _Evaluations:
-    """Estimated durations of the evaluations after rounds.
+def _evaluation_seconds(
+    config: Mapping[str, Any], events: Sequence[Event], status: RunStatus
+) -> Callable[[int], float]:
+    """Return a function that estimates the duration of the evaluation after a given round.
 
     Losses are measured after every ``evaluate.every`` rounds and after the last round. After other
     rounds, there is a shorter evaluation or none, depending on the strategy.
     """
+    every, rounds = int(config.get("evaluate.every", 1)), int(config["rounds"])
 
-    def __init__(
-        self, config: Mapping[str, Any], events: Sequence[Event], status: RunStatus
-    ) -> None:
-        self._every = int(config.get("evaluate.every", 1))
-        self._rounds = int(config["rounds"])
-        known = durations(events, "evaluation")
-        finished = sorted(durations(events, "round"))
-        self._known: dict[bool, dict[int, float]] = {True: {}, False: {}}
-        for number in finished:
-            # If the next round has started without an evaluation event, there was no evaluation.
-            if number in known or number < status.round:
-                self._known[self._measures(number)][number] = known.get(number, 0.0)
-        self._first = known.get(0, 0.0)
+    def measures_losses(number: int) -> bool:
+        return number == rounds or number % every == 0
 
-    def seconds(self, number: int) -> float:
-        """Return the expected seconds of the evaluation after a round."""
-        measures = self._measures(number)
-        if seconds := self._known[measures]:
-            return _recent_mean(seconds)
-        return self._first * _LATER_EVALUATION if measures else 0.0
-
-    def _measures(self, number: int) -> bool:
-        return number == self._rounds or number % self._every == 0
+    known = durations(events, "evaluation")
+    expected = {True: known.get(0, 0.0) * _LATER_EVALUATION, False: 0.0}
+    # If the next round has started without an evaluation event, there was no evaluation.
+    over = [n for n in durations(events, "round") if n in known or n < status.round]
+    for kind in expected:
+        if seconds := {n: known.get(n, 0.0) for n in over if measures_losses(n) is kind}:
+            expected[kind] = _recent_mean(seconds)
+    return lambda number: expected[measures_losses(number)]
