@@ -81,11 +81,7 @@ class Evaluate(BaseModelOptions):
     ] = 8192
     max_length: Annotated[
         int,
-        option(
-            "Maximum length in tokens of a prompt of a task with generated answers; longer prompts "
-            "are truncated at the end. Default 2048.",
-            "N",
-        ),
+        option("Truncate prompts of tasks with generated answers to N tokens; default 2048.", "N"),
     ] = 2048
     max_new_tokens: Annotated[int, option("Maximum tokens per answer; default 256.", "N")] = 256
     bertscore: Annotated[
@@ -98,11 +94,7 @@ class Evaluate(BaseModelOptions):
     ] = None
     bertscore_layer: Annotated[
         int | None,
-        option(
-            "Layer of the encoder; default: the one that bert-score recommends for this encoder, "
-            "or else the last layer.",
-            "N",
-        ),
+        option("Encoder layer; default: bert-score's recommendation, else the last layer.", "N"),
     ] = None
     output: Annotated[Path | None, option("Write the scores to this file.", "F.json")] = None
 
@@ -246,12 +238,8 @@ class Evaluate(BaseModelOptions):
             },
             "tasks": scores,
         }
-        try:
-            with replacing(file.resolve()) as aside:
-                aside.write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
-        except OSError as error:
-            reason = error.strerror or error
-            raise CommandError(f"--output {file} can't be written: {reason}") from error
+        with replacing(file.resolve()) as aside:
+            aside.write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:

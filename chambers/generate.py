@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from chambers.drafts import Draft
     from chambers.models import Source
 
-# Number of batches whose prompts are sorted by length, and whose texts are written, together.
-_BATCHES_AT_ONCE = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(AdapterOptions):
@@ -61,10 +58,7 @@ class Generate(AdapterOptions):
     ] = None
     output: Annotated[
         Path | None,
-        option(
-            'Write rows with the key "generated" to this file, instead of text to standard output.',
-            "F.jsonl",
-        ),
+        option('Write rows with the key "generated" here, instead of printing texts.', "F.jsonl"),
     ] = None
     invitation: Annotated[
         Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
@@ -150,7 +144,7 @@ class Generate(AdapterOptions):
         from finetuning.progress import progress_bar
         from finetuning.randomness import derive_seed, set_seed
 
-        at_once = _BATCHES_AT_ONCE * self.batch_size
+        at_once = 8 * self.batch_size  # number of prompts that are sorted by length together
         with progress_bar(total=len(prompts), description="generating") as bar:
             for first in range(0, len(prompts), at_once):
 
@@ -175,10 +169,7 @@ def _open_output(file: Path | None) -> Iterator[TextIO]:
     if file is None:
         yield sys.stdout
         return
-    try:
-        # Text may contain unpaired surrogates; backslashreplace escapes them as JSON does.
-        stream = file.open("w", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
+    # Text may contain unpaired surrogates; backslashreplace escapes them as JSON does.
+    stream = file.open("w", encoding="utf-8", errors="backslashreplace")
     with filling(file.absolute().parent), stream:
         yield stream

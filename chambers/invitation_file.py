@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from chambers.errors import CommandError, described
+from chambers.errors import CommandError, described, read_bytes
 from finetuning.files import write_secret
 from split.protocol.standing_invitation import StandingInvitation
 
@@ -25,9 +25,7 @@ def write_invitation(invitation: StandingInvitation, file: Path) -> None:
 def read_invitation(file: Path) -> StandingInvitation:
     """Read an invitation; raise ``CommandError`` if it is unreadable, invalid or expired."""
     try:
-        found = StandingInvitation.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise CommandError(f"the invitation {file} can't be read: {error}") from error
+        found = StandingInvitation.model_validate_json(read_bytes(file))
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])

@@ -59,9 +59,7 @@ class Key:
 
     def to_json(self) -> str:
         """Return the content of the key file."""
-        rows = {name: asdict(row) for name, row in self.rows.items()}
-        content = {"version": _VERSION, "seed": self.seed, "models": self.models, "rows": rows}
-        return json.dumps(content, ensure_ascii=False, indent=1)
+        return json.dumps({"version": _VERSION} | asdict(self), ensure_ascii=False, indent=1)
 
 
 def blind(
@@ -80,9 +78,8 @@ def blind(
         for number, question in enumerate(draw.sample(questions, len(questions)), start=1):
             answers: dict[str, str] = {}
             for model in draw.sample(models, len(models)):
-                name = "".join(draw.choices(_LETTERS, k=_ID_LENGTH))
-                while name in rows:
-                    name = "".join(draw.choices(_LETTERS, k=_ID_LENGTH))
+                while (name := "".join(draw.choices(_LETTERS, k=_ID_LENGTH))) in rows:
+                    pass
                 rows[name] = KeyRow(
                     annotator=annotator, number=number, question=question.name, model=model
                 )
@@ -96,9 +93,6 @@ def read_key(file: Path) -> Key:
     """Read a key; raise ``CommandError`` if the file isn't one."""
     try:
         content = json.loads(read_bytes(file))
-    except ValueError as error:
-        raise CommandError(f"{file} is not JSON: {error}") from error
-    try:
         if content["version"] != _VERSION:
             raise ValueError(f"its version is {content['version']}, not {_VERSION}")
         rows = {name: KeyRow(**row) for name, row in content["rows"].items()}

@@ -67,18 +67,15 @@ class Make:
         sheets, key = blind(
             questions=drawn, models=list(files), annotators=self.annotators, seed=seed
         )
-        try:
-            with replacing(folder) as aside:
-                (aside / "sheets").mkdir(parents=True)
-                for sheet in sheets:
-                    file = aside / "sheets" / f"annotator-{sheet.annotator}"
-                    file.with_suffix(".html").write_text(to_page(sheet), encoding="utf-8")
-                    # Excel requires a byte order mark to detect UTF-8.
-                    table = file.with_suffix(".csv")
-                    table.write_text(to_table(sheet), encoding="utf-8-sig", newline="")
-                write_secret(aside / "key.json", key.to_json().encode())
-        except OSError as error:
-            raise CommandError(f"{folder} can't be written: {error}") from error
+        with replacing(folder) as aside:
+            (aside / "sheets").mkdir(parents=True)
+            for sheet in sheets:
+                file = aside / "sheets" / f"annotator-{sheet.annotator}"
+                file.with_suffix(".html").write_text(to_page(sheet), encoding="utf-8")
+                # Excel requires a byte order mark to detect UTF-8.
+                table = file.with_suffix(".csv")
+                table.write_text(to_table(sheet), encoding="utf-8-sig", newline="")
+            write_secret(aside / "key.json", key.to_json().encode())
         print(f"{folder / 'sheets'}: {len(sheets)} sheets of {len(drawn)} questions, to hand out")
         print(f"{folder / 'key.json'}: keep it secret; when the sheets are filled in:")
         print(f"  chambers sheet read {folder / 'key.json'} SHEET.csv …")
