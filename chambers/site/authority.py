@@ -27,8 +27,6 @@ AUTHORITY, SERVER = "authority.pem", "server.pem"
 LOOPBACK = ("localhost", "127.0.0.1")
 # Ten years and a day, so that a certificate may be valid for ten years.
 _AUTHORITY_DAYS = 3651
-# Certificates are valid from a day before they are issued, for machines whose clock is slow.
-_EARLY = timedelta(days=1)
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
 
 
@@ -169,7 +167,7 @@ def _builder(
         x509.CertificateBuilder()
         .serial_number(x509.random_serial_number())
         .public_key(key)
-        .not_valid_before(now - _EARLY)
+        .not_valid_before(now - timedelta(days=1))  # some machines' clocks are slow
         .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )

@@ -28,8 +28,6 @@ from chambers.site.report import AdviceError, Report
 if TYPE_CHECKING:
     from chambers.site.check import Check
 
-_DATABASE_SECONDS = 10.0
-
 
 def check_coordinator(options: "Check") -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
@@ -120,7 +118,7 @@ def _writable(database: Path) -> str:
         )
     uri = f"{database.absolute().as_uri()}?mode=rw"
     try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=_DATABASE_SECONDS)) as connection:
+        with closing(sqlite3.connect(uri, uri=True, timeout=10.0)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
     except sqlite3.Error as error:

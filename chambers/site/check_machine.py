@@ -5,9 +5,6 @@ from pathlib import Path
 from chambers.disk_space import MIN_FREE_GIB, existing, free_gib
 from chambers.errors import CommandError
 
-_GIB = 2**30
-_NVIDIA = Path("/proc/driver/nvidia/version")
-
 
 def disk(path: Path, cure: str = "delete old runs") -> str:
     """Check the free space of a path's file system; the path need not exist yet."""
@@ -36,10 +33,10 @@ def gpu() -> str:
     import torch
 
     if torch.cuda.is_available():
-        free, total = (size / _GIB for size in torch.cuda.mem_get_info())
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
         name = torch.cuda.get_device_name()
         return f"GPU: {name}, {free:.1f} of {total:.1f} GiB free"
-    if _NVIDIA.exists():
+    if Path("/proc/driver/nvidia/version").exists():
         raise CommandError(
             "GPU: there is an NVIDIA driver, but PyTorch can't use it: install PyTorch for the "
             "driver's CUDA version, and give containers access to the GPU"

@@ -16,8 +16,6 @@ from chambers.site.authority import days_left, read_certificate
 _TIMEOUT_SECONDS = 10.0
 # See openssl-verification-options(1) and X509_STORE_CTX_get_error(3).
 _NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64
-# A certificate should be renewed if it expires within this many days.
-_RENEWAL_DAYS = 30
 # Maximum clock differences in seconds with which Flower accepts a node's signature
 # (SYSTEM_TIME_TOLERANCE and TIMESTAMP_TOLERANCE).
 _MAX_AHEAD, _MAX_BEHIND = 5, 300
@@ -62,9 +60,7 @@ def get(address: str, path: str, authority: Path) -> Answer:
         after = datetime.now(UTC)
         theirs = parsedate_to_datetime(response.headers["Date"])
     except (OSError, HTTPException, TypeError, ValueError) as error:
-        raise CommandError(
-            _explained(error=error, address=address, host=host, authority=authority)
-        ) from error
+        raise CommandError(f"{address}: {_explained(error, host, authority)}") from error
     finally:
         connection.close()
     assert certificate is not None
@@ -78,8 +74,8 @@ def healthy(address: str, authority: Path) -> Answer:
     answer = get(address, "/health", authority)
     if answer.status != 200:
         raise CommandError(
-            f"{address} answers {answer.status} to /health: the proxy runs, but reaches no "
-            "SuperLink; start the SuperLink, and see the proxy's error log"
+            f"{address} answers {answer.status} to /health: the proxy is running, but can't reach "
+            "the SuperLink; start the SuperLink, and see the proxy's error log"
         )
     return answer
 
@@ -97,20 +93,20 @@ def filtered(address: str, authority: Path) -> str:
 
 
 def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
-    """Check when a certificate expires; ``renewal`` describes how to renew it."""
+    """Check that a certificate is valid for 30 more days; ``renewal`` describes how to renew it."""
     days, end = days_left(certificate), certificate.not_valid_after_utc.date()
     if days < 0:
         raise CommandError(f"{what} expired on {end}: {renewal}")
     if certificate.not_valid_before_utc > datetime.now(UTC):
         start = certificate.not_valid_before_utc.date()
         raise CommandError(f"{what} is not valid before {start}: set this machine's clock")
-    if days < _RENEWAL_DAYS:
+    if days < 30:
         raise CommandError(f"{what} expires in {days} days, on {end}: {renewal}")
     return f"{what} is valid for {days} days, until {end}"
 
 
 def lasting_file(file: Path, renewal: str) -> str:
-    """Check when the certificate in a file expires."""
+    """Check a certificate in a file; see ``lasting``."""
     return lasting(read_certificate(file), str(file), renewal)
 
 
@@ -127,10 +123,10 @@ def clock(ahead: float) -> str:
     return text
 
 
-def _explained(error: Exception, address: str, host: str, authority: Path) -> str:
+def _explained(error: Exception, host: str, authority: Path) -> str:
     """Explain why there was no answer, and what to do."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{address}: {_certificate_problem(error, host, authority)}"
+        return _certificate_problem(error, host, authority)
     causes: dict[type[Exception], str] = {
         ssl.SSLError: "it doesn't speak TLS: enter the address and port of the proxy",
         socket.gaierror: f"the name {host} is unknown here: correct it, or add it to the DNS",
@@ -139,8 +135,7 @@ def _explained(error: Exception, address: str, host: str, authority: Path) -> st
         ConnectionRefusedError: "nothing listens there: start the server, or correct the port",
         HTTPException: "it doesn't answer as a SuperLink or its proxy does",
     }
-    cause = next((text for kind, text in causes.items() if isinstance(error, kind)), str(error))
-    return f"{address}: {cause}"
+    return next((text for kind, text in causes.items() if isinstance(error, kind)), str(error))
 
 
 def _certificate_problem(error: ssl.SSLCertVerificationError, host: str, authority: Path) -> str:

@@ -19,7 +19,6 @@ from chambers.site.ssh_keys import read_private_key
 from finetuning.files import replacing
 
 ANSWER = "fetch-fab.json"
-_DIGEST_NAME = f"{'[0-9a-f]' * 64}.fab"
 
 
 class Verification(BaseModel):
@@ -100,7 +99,7 @@ def publish(folder: Path, content: bytes, verification: Verification, url: str) 
     answer = Answer(fab_url=f"{url.rstrip('/')}/{file.name}", verifications=list(by_key.values()))
     with replacing(answer_file) as aside:
         aside.write_text(answer.model_dump_json(indent=1) + "\n")
-    for release in folder.glob(_DIGEST_NAME):
+    for release in folder.glob(f"{'[0-9a-f]' * 64}.fab"):
         if release != file:
             release.unlink()
     return list(by_key)

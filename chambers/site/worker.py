@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import typer
-
-from chambers.sources import argument
-
-_CODE = Path(__file__).resolve().parent.parent.parent
+from chambers.sources import argument, option
 
 
 @dataclass(frozen=True)
@@ -28,11 +24,7 @@ class Worker:
     socket: Annotated[Path, argument("SOCKET")]
     allow_uid: Annotated[
         list[int] | None,
-        typer.Option(
-            metavar="UID",
-            help="Another user whose ClientApps may use the worker; may be repeated.",
-            show_default=False,
-        ),
+        option("Another user whose ClientApps may use the worker; may be repeated.", "UID"),
     ] = None
 
     def __call__(self) -> NoReturn:
@@ -40,5 +32,6 @@ class Worker:
         allowed = [f"--allow-uid={uid}" for uid in self.allow_uid or []]
         # -P prevents imports from the working directory, which other users may control.
         command = [sys.executable, "-P", "-m", "client_app.worker", str(self.socket), *allowed]
+        code = Path(__file__).resolve().parents[2]
         sys.stdout.flush()
-        os.execve(command[0], command, {**os.environ, "PYTHONPATH": str(_CODE)})
+        os.execve(command[0], command, {**os.environ, "PYTHONPATH": str(code)})

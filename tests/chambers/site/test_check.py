@@ -184,7 +184,7 @@ def test_certificates_that_do_not_fit(capsys, site, tmp_path):
 def test_the_way_to_the_superlink(capsys, site):
     with proxy(site.folder, health=502, control=404) as port:
         _, output = at_coordinator(capsys, site, port)
-    assert output.count("reaches no SuperLink; start the SuperLink") == 2
+    assert output.count("can't reach the SuperLink; start the SuperLink") == 2
     with proxy(site.folder, control=404) as port:
         _, output = at_coordinator(capsys, site, port)
         assert "answers 404 to /v1/control/ instead of 403" in output
