@@ -18,8 +18,6 @@ from finetuning.model.names import TINY, resolve
 # SuperLink, Ray and ServerApp.
 _ACTOR_BYTES = 400 * 2**20
 _REST_BYTES = 3 * 2**30
-# Flower 1.41 uses a ThreadPoolExecutor of the default size: min(cores + 4, 32) threads.
-_MORE_THAN_CORES, _MAX_AT_ONCE = 4, 32
 
 
 @dataclass(frozen=True)
@@ -54,24 +52,27 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
 
     If all clients must train concurrently, each has its own actor. Otherwise, clients take turns on
     one actor per GPU or, without GPUs, per core, if memory allows. Without GPUs and fl-glm, each
-    client has its own actor if there are fewer than two per core, so that no core is idle.
-
-    Raises:
-        UserError: This machine can't simulate all clients concurrently, as the schedule requires,
-            or the model can't be downloaded.
-
+    client has its own actor if there are fewer than two per core, so that no core is idle. Raise
+    ``UserError`` if the model can't be downloaded, or if the schedule requires that all clients
+    train concurrently and this machine can't simulate that.
     """
     weights = _weight_bytes(config)
     in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
-    by_flower = min(machine.cores + _MORE_THAN_CORES, _MAX_AT_ONCE)
-    if not _all_at_once(config):
+    by_flower = min(machine.cores + 4, 32)  # the size of Flower 1.41's thread pool
+    split = config.split
+    # Clients that wait for each other within a round must all train at once.
+    all_at_once = config.strategy == "fl-glm" and (
+        split.schedule == "client-batch"
+        or (split.schedule == "hierarchical" and split.average_every > 0)
+    )
+    if not all_at_once:
         at_most = min(in_memory, by_flower, 2 * machine.cores - 1)
         if config.strategy != "fl-glm" and not machine.gpus and clients <= at_most:
             return clients
         return min(clients, machine.gpus or machine.cores, machine.cores, in_memory)
     if clients > min(in_memory, by_flower):
-        what = f'split.schedule = "{config.split.schedule}"'
-        if config.split.average_every:
+        what = f'split.schedule = "{split.schedule}"'
+        if split.average_every:
             what += " with split.average-every"
         raise CommandError(
             f"{what} trains all {clients} clients at once, but this machine can simulate only "
@@ -90,13 +91,6 @@ def gpus_of_each(actors: int, gpus: int) -> float:
     if not gpus:
         return 0.0
     return 10_000 // math.ceil(actors / gpus) / 10_000
-
-
-def _all_at_once(config: RunConfig) -> bool:
-    """Return whether clients wait for each other within a round, so that all must train at once."""
-    split = config.split
-    averages = split.schedule == "hierarchical" and split.average_every > 0
-    return config.strategy == "fl-glm" and (split.schedule == "client-batch" or averages)
 
 
 def checkpoint_of(config: RunConfig) -> Path | None:

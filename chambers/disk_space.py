@@ -14,7 +14,6 @@ MIN_FREE_GIB = 5.0
 # Paths relative to the coordinator's folder.
 DATABASE = Path("database")
 ACCESS_LOG = Path("proxy") / "access.log"
-_PERIOD_SECONDS = 3600.0
 # Number of bytes to read from the end of the log, about 45,000 requests.
 _MAX_BYTES = 4 * 2**20
 # An accepted request, in nginx.conf's log format; unregistered senders get a status other than 200.
@@ -54,7 +53,7 @@ def top_sender(log: Path) -> str:
             address = str(ipaddress.ip_address(parts[1].decode()))
         except ValueError:
             continue
-        if now - _PERIOD_SECONDS <= moment <= now + 1:
+        if now - 3600 <= moment <= now + 1:
             sent[address] += int(parts[3])
             first = min(first, moment)
     if not sent:

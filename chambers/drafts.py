@@ -23,9 +23,9 @@ NO_DRAFT = Draft()
 
 
 def find_draft(name: str | None, tokenizer: Any) -> Draft:
-    """Return the drafts that ``--draft`` selects; load the small model, if it names one.
+    """Return the drafts that ``--draft`` selects; load the small model if one is named.
 
-    Raise a CommandError if the small model has another tokenizer than the large one.
+    Raise ``CommandError`` if the tokenizers of the small and the large model differ.
     """
     if name is None:
         return NO_DRAFT

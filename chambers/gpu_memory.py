@@ -33,31 +33,24 @@ class GpuMemory:
         """The sum of all parts."""
         return sum(astuple(self))
 
-    @property
-    def fixed(self) -> int:
-        """The sum without activations."""
-        return self.context + self.weights
-
     def __str__(self) -> str:
-        parts = asdict(self)
-        if not self.activations:
-            del parts["activations"]
-        named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
-        if not self.activations:
-            named += ", and activations"
+        named = ", ".join(
+            f"{name} {size / 2**30:.1f}" if size else f"and {name}"
+            for name, size in asdict(self).items()
+        )
         return f"about {self.total / 2**30:.1f} GiB ({named})"
 
 
 def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) -> str:
-    """Describe what clients and server need of the GPUs' memory; ``free`` is in bytes per GPU.
+    """Describe how much GPU memory clients and server need; ``free`` is in bytes per GPU.
 
-    Raise ``CommandError`` if not even their contexts and weights fit. Activations are estimates, so
-    a run that they may not fit in isn't refused.
+    Raise ``CommandError`` if not even their contexts and weights fit. The run isn't refused if only
+    the activations don't fit, because their size is an estimate.
     """
     client, server = _estimate(config, checkpoint)
     each = math.ceil(actors / len(free))
     text = f"GPU memory: {client} for a client"
-    fixed, total = each * client.fixed, each * client.total
+    fixed, total = each * (client.context + client.weights), each * client.total
     if server is not None:
         text += f", and {server} for the server"
         fixed += _CONTEXT + server.weights // len(free)

@@ -13,7 +13,6 @@ from chambers.errors import CommandError
 from finetuning.adapters.adapter import State
 from finetuning.data.candidates import CandidateBatch
 from split.client.connecting import connect
-from split.client.split_model import SplitModel
 from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.errors import (
@@ -27,7 +26,6 @@ from split.protocol.errors import (
 )
 from split.protocol.standing_invitation import StandingInvitation
 
-_BUSY_SECONDS = 60.0
 # Timeout for reaching the server and for its final confirmation; short, since a user may wait.
 _PATIENCE_SECONDS = 5.0
 
@@ -62,8 +60,6 @@ class LaneModel:
         self._adapters = adapters
         left = (invitation.expires - datetime.now(UTC)).total_seconds()
         self._deadline = time.monotonic() + left
-        self._connection: ExitStack
-        self._model: SplitModel
         try:
             self._open()
         except LaneUnreachableError as error:
@@ -128,7 +124,7 @@ class LaneModel:
             deadline=self._deadline,
             training=False,
             patience=_PATIENCE_SECONDS,
-            busy_until=min(self._deadline, time.monotonic() + _BUSY_SECONDS),
+            busy_until=min(self._deadline, time.monotonic() + 60.0),
         )
         with ExitStack() as on_failure:
             self._model = on_failure.enter_context(connected)

@@ -1,7 +1,7 @@
 """Find and load models, either whole or with the middle blocks at a block server."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -195,12 +195,10 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel
         chosen=source.chosen,
         adapters=source.client_adapter,
     )
-    try:
+    with closing(model):
         yield model
         with suppress(LaneError):  # errors are unimportant: all texts have arrived
             model.end()
-    finally:
-        model.close()
 
 
 def _partition_of(invitation: StandingInvitation) -> Partition:

@@ -8,12 +8,6 @@ from federation.answers import MODELS
 from federation.run_folder import Event
 from split.protocol.errors import printable
 
-# Maximum number of clients to list; for more clients, show mean losses.
-_MAX_NAMED = 4
-_MAX_CHARACTERS = 200  # maximum length of a left-out client's name and reason
-
-Losses = Mapping[str, Sequence[float]]  # losses of one or more models, keyed by client
-
 
 def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[str]:
     """Yield a line for each finished training round and evaluation.
@@ -43,16 +37,13 @@ def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[st
 
 
 def _line(what: str, event: Event, losses: str, left_out: str) -> str:
-    parts = [f"{what} in {event.get('seconds', 0):.0f} s"]
-    parts += [losses] if losses else []
-    parts += [f"left out: {left_out}"] if left_out else []
-    return "; ".join(parts)
+    duration = f"{what} in {event.get('seconds', 0):.0f} s"
+    return "; ".join(filter(None, (duration, losses, left_out and f"left out: {left_out}")))
 
 
 def _reasons(event: Event) -> str:
     return ", ".join(
-        printable(f"{out['client']} ({out['reason']})", _MAX_CHARACTERS)
-        for out in event.get("left_out", [])
+        printable(f"{out['client']} ({out['reason']})", 200) for out in event.get("left_out", [])
     )
 
 
@@ -75,8 +66,9 @@ def _evaluated(events: Sequence[Event]) -> str:
     return f"held-out loss ({'/'.join(models)}) {_listed(whole)}" if whole else ""
 
 
-def _listed(losses: Losses) -> str:
-    if len(losses) <= _MAX_NAMED:
+def _listed(losses: Mapping[str, Sequence[float]]) -> str:
+    """Return the losses of one or more models by client, or their means if there are many."""
+    if len(losses) <= 4:
         return ", ".join(f"{printable(name)} {_numbers(own)}" for name, own in losses.items())
     means = [fmean(values) for values in zip(*losses.values(), strict=True)]
     return f"{_numbers(means)}, mean of {len(losses)} clients"

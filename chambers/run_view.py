@@ -15,8 +15,6 @@ from chambers.run_log import RunLog
 from chambers.run_status import Seen, duration, look, render
 from federation.run_folder import LOG, METRICS
 
-_PAUSE_SECONDS = 2.0
-
 # Function that displays the state of a run; None before the run's folder exists.
 Show = Callable[[Seen | None], None]
 
@@ -69,7 +67,7 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     ended = threading.Event()
 
     def follow() -> None:
-        while not ended.wait(_PAUSE_SECONDS):
+        while not ended.wait(2.0):
             _follow(link, log, show)
 
     thread = threading.Thread(target=follow, name="view", daemon=True)

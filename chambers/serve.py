@@ -14,9 +14,7 @@ from chambers.errors import CommandError
 from chambers.sources import AdapterOptions, RunFolder, argument, check_at_least_one, option
 from split.settings import SplitSettings
 
-_DAY_SECONDS = 24 * 60 * 60.0
 _MAX_DAYS = 3650
-_CHECK_SECONDS = 5.0  # between checks of the GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +55,7 @@ class Serve(AdapterOptions):
     ] = ""
     clients: Annotated[
         str,
-        option(
-            "Clients to invite; default: the run's clients with personalised adapters.",
-            "NAME,NAME,…",
-        ),
+        option("Invited clients; default: the run's clients with personalised adapters.", "NAME,…"),
     ] = ""
     invitations: Annotated[
         Path, option("Folder for the invitations; default: invitations.", "FOLDER")
@@ -68,10 +63,7 @@ class Serve(AdapterOptions):
     valid_for: Annotated[float, option("Days until invitations expire; default 7.", "DAYS")] = 7.0
     body_devices: Annotated[
         str | None,
-        option(
-            "GPUs that the blocks are spread over, or cpu; default: as in the run, else all GPUs.",
-            "cuda:0,…",
-        ),
+        option("GPUs for the blocks, or cpu; default: as in the run, else all GPUs.", "cuda:0,…"),
     ] = None
     wire_dtype: Annotated[
         Literal["float32", "bfloat16", "int8"] | None,
@@ -115,14 +107,14 @@ class Serve(AdapterOptions):
         )
         over = threading.Event()
         served = find(self)
-        with serving(served, self.valid_for * _DAY_SECONDS) as (address, files):
+        with serving(served, self.valid_for * 24 * 60 * 60) as (address, files):
             for name in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(name, lambda *_: over.set())
             for client, file in files.items():
                 print(f"invitation of {client} to use {', '.join(served.models[client])}: {file}")
             blocks = served.partition.range_of("body")
             print(f"serving blocks {blocks.start} to {blocks.stop - 1} at {address}", flush=True)
-            while not over.wait(_CHECK_SECONDS):
+            while not over.wait(5.0):
                 if is_broken():
                     raise CommandError(
                         "a GPU kernel has failed, after which this process can run no others; "
@@ -152,9 +144,7 @@ class Serve(AdapterOptions):
     def split(self, config: Mapping[str, Any]) -> SplitSettings:
         """Return the settings of the server; the run config replaces options that are not given.
 
-        Raises:
-            CommandError: An option has an invalid value.
-
+        Raise ``CommandError`` if an option has an invalid value.
         """
         if self.listen.rpartition(":")[0] in {"0.0.0.0", "[::]"} and not self.advertise:
             raise CommandError(

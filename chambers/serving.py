@@ -91,12 +91,9 @@ def find(options: "Serve") -> Served:
 def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
     """Load the body, listen, and write an invitation for each client.
 
-    Invitations expire after ``lifetime`` seconds. Yield the address, and each client's file.
-
-    Raises:
-        UserError: The body can't be loaded, the server can't listen on the address, or an
-            invitation can't be written.
-
+    Invitations expire after ``lifetime`` seconds. Yield the address, and each client's file. Raise
+    ``UserError`` if the body can't be loaded, the server can't listen on the address, or an
+    invitation can't be written.
     """
     try:
         parts = load_parts(

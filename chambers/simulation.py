@@ -61,7 +61,8 @@ def simulate(
         except KeyboardInterrupt:
             status = _INTERRUPTED
         finally:
-            directory = _folder(home)
+            link = home / RUN_LINK  # leads nowhere if the run was refused, and its folder deleted
+            directory = link.resolve() if link.is_dir() else None
             name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{LOG}"
             log.move_to(directory / LOG if directory else results / name)
     if status == COMPLETED and directory:
@@ -72,12 +73,6 @@ def simulate(
     if status != COMPLETED:
         _print_end(status, directory, log.path)
     return {COMPLETED: 0, _INTERRUPTED: 130}.get(status, 1)
-
-
-def _folder(home: Path) -> Path | None:
-    """Return the run's folder, or None if it doesn't exist or was deleted after a refusal."""
-    link = home / RUN_LINK
-    return link.resolve() if link.is_dir() else None
 
 
 def _print_summary(directory: Path) -> None:

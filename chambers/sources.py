@@ -33,9 +33,9 @@ def option(description: str, metavar: str | None = None) -> Any:
 
 
 DRAFT_HELP = (
-    "Draft tokens that are verified together, which saves round trips to a block server: prompt "
-    "repeats passages of the text so far; a name or directory is that of a small model with the "
-    "same tokenizer. Only prompts that are answered alone have drafts."
+    "How to draft tokens, which the model then verifies together to save round trips to a block "
+    'server: "prompt" copies passages of the text so far; a small model with the same tokenizer, '
+    "named by its id or folder, generates drafts. Prompts in a batch of several have no drafts."
 )
 
 

@@ -10,10 +10,6 @@ import typer
 from chambers.errors import CommandError
 from chambers.sources import argument, option
 
-# Intervals of --watch on a terminal and in a log file; a log file must not grow as fast.
-_TERMINAL_SECONDS = 2.0
-_LOG_SECONDS = 30.0
-
 
 @dataclass(frozen=True)
 class Status:
@@ -55,19 +51,18 @@ class Status:
             console.width = 120
         try:
             seen = look(directory, self.coordinator)
-            if not (self.watch and console.is_terminal):
-                console.print(render(seen))
-                while self.watch and seen.is_running:
-                    time.sleep(_LOG_SECONDS)
-                    seen = look(directory, self.coordinator)
-                    console.print()
-                    console.print(render(seen))
+            if self.watch and console.is_terminal:
+                with Live(render(seen), console=console, auto_refresh=False) as live:
+                    while seen.is_running:
+                        time.sleep(2.0)
+                        seen = look(directory, self.coordinator)
+                        live.update(render(seen), refresh=True)
                 return seen.exit_status
-            with Live(render(seen), console=console, auto_refresh=False) as live:
-                while seen.is_running:
-                    time.sleep(_TERMINAL_SECONDS)
-                    seen = look(directory, self.coordinator)
-                    live.update(render(seen), refresh=True)
+            console.print(render(seen))
+            while self.watch and seen.is_running:
+                time.sleep(30.0)  # a log file must not grow as fast
+                seen = look(directory, self.coordinator)
+                console.print("", render(seen))
             return seen.exit_status
         except (OSError, ValueError) as error:
             raise CommandError(f"{directory} can't be read: {error}") from error

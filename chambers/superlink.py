@@ -32,9 +32,6 @@ _FAILED = "Simulation failed with exception: "
 # Status details of a failed run if Flower reports the reason only in the log.
 _UNSAID = {"", "N/A", "An error was encountered. Ending simulation."}
 _CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of the above)")
-# Number of lines at the end of the log to search for the reason.
-_RECENT_LINES = 500
-_START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _MARK = "CHAMBERS_SIMULATION"
 _COLOUR = re.compile(r"\x1b\[\d+m")
@@ -144,7 +141,7 @@ def run_app(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as flwr:
         assert flwr.stdout is not None
-        recent = deque[bytes](maxlen=_RECENT_LINES)
+        recent = deque[bytes](maxlen=500)  # lines in which to search for the reason of a failure
         try:
             for line in flwr.stdout:
                 write(line)
@@ -160,7 +157,7 @@ def run_app(
 
 
 def _status(superlink: SuperLink, log: str) -> str:
-    """Query the run's status, because the exit status of ``flwr run --stream`` doesn't tell it."""
+    """Query the run's status; the exit status of ``flwr run --stream`` doesn't reveal it."""
     listing = subprocess.run(
         ["flwr", "ls", "--format", "json"],
         # Disable colours: notebooks set FORCE_COLOR.
@@ -202,7 +199,7 @@ def free_port() -> int:
 
 
 def _await(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    end = time.monotonic() + _START_SECONDS
+    end = time.monotonic() + 120.0
     while time.monotonic() < end and process.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
