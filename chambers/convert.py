@@ -48,8 +48,6 @@ class Convert:
             plan = convert(folder if folder.is_dir() else _fetch(self.source), target, version)
         except ConversionError as error:
             raise CommandError(f"{self.source}: {error}") from error
-        except OSError as error:
-            raise CommandError(f"{target} can't be written: {error}") from error
         print(f"{target}: {plan.model}, converted to {plan.config.architectures[0]}; to use it:")
         print(f"  chambers train model.name={target.absolute()} …")
         return 0

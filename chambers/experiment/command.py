@@ -36,7 +36,7 @@ class Experimenting:
 
     file: Annotated[Path, argument("FILE.toml")]
     size: Annotated[str, option("Name of a size in FILE.toml; default small.", "NAME")] = "small"
-    output: Annotated[Path | None, option("Results; default runs/FILE-SIZE.", "FOLDER")] = None
+    output: Annotated[Path | None, option("Its folder; default runs/FILE-SIZE.", "FOLDER")] = None
     jobs: Annotated[int, option("Number of concurrent runs; default 1.", "N")] = 1
     resume: Annotated[bool, typer.Option("--resume", help="Continue the experiment.")] = False
     render: Annotated[bool, typer.Option("--render", help="Only render recorded results.")] = False
