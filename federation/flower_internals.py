@@ -49,9 +49,6 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 # A SuperLink may return other messages together with a reply; Chambers drops them.
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 
-# Weighted mean of metrics, as in Flower's own strategies.
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
-
 # Errors that a SuperLink returns for a node key.
 from flwr.supercore.error import ApiErrorCode, FlowerError
 

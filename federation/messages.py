@@ -37,7 +37,7 @@ SIZE = "num-examples"
 # Number of training examples; exceeds the number of rows if a chat template splits conversations.
 TRAIN_EXAMPLES = "train-examples"
 
-# Larger metrics could overflow in averages and plots; TensorBoard stores them as float32.
+# Larger metrics could overflow in plots; TensorBoard stores them as float32.
 LARGEST_METRIC = 1e30
 
 # Pattern of a client's name, which is also used as a folder name.

@@ -27,8 +27,6 @@ from server_app.report import write_report
 from split.protocol.errors import printable
 from strategies.journal import Progress
 
-# Folder for personalised adapters of a round that has not been evaluated yet.
-_TRAINED = ".trained"
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")
 
 
@@ -97,7 +95,7 @@ class Results:
                 self._tensorboard.add_scalar(f"{prefix}/{key}", value, event["round"])
 
     def keep_personalised(
-        self, client: str, state: State, round_number: int, size: int, file: Path | None = None
+        self, client: str, state: State | Path, round_number: int, size: int
     ) -> None:
         """Save a client's personalised adapter until ``checkpoint`` copies it to its final folder.
 
@@ -107,7 +105,7 @@ class Results:
         self._sizes[client], self._rounds[client] = size, round_number
         self._save_adapter(
             folder=self._trained(round_number) / client,
-            state=state if file is None else file,
+            state=state,
             title=f"Personalised adapter of {client}",
             sizes={client: size},
             rounds=round_number,
@@ -180,7 +178,7 @@ class Results:
 
     def _trained(self, round_number: int) -> Path:
         """Return the folder for a round's personalised adapters until the round is evaluated."""
-        return self.directory / _TRAINED / str(round_number)
+        return self.directory / ".trained" / str(round_number)
 
     def _publish(self, finished_rounds: int) -> None:
         """Copy a round's personalised adapters to ``adapters/clients``, and delete all others."""

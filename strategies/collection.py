@@ -1,16 +1,13 @@
-"""Collect and check the replies of one phase; record which clients are left out, and why."""
+"""Check whether the replies of one phase suffice, and whether the global adapter is usable."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from logging import WARNING
+from collections.abc import Collection, Mapping
 
-from flwr.app import ArrayRecord, Message
-from flwr.common import log
+from flwr.app import Message
 
 from federation.messages import LARGEST_METRIC, metrics_of, problem_of
 from strategies.journal import Journal
-from strategies.live_status import LiveStatus
-from strategies.participants import Participants, TooFewClientsError
+from strategies.participants import TooFewClientsError
 from strategies.refusals import NOT_FINITE
 from strategies.replies import Replies
 
@@ -24,38 +21,7 @@ class NotFiniteError(RuntimeError):
     """Most clients report that the global adapter is unusable."""
 
 
-def collect(
-    collected: Replies,
-    replies: Iterable[Message],
-    participants: Participants,
-    status: LiveStatus,
-    reference: ArrayRecord | None,
-    minimum: float,
-) -> None:
-    """Check replies as they arrive; release each reply's memory before the next one is pulled.
-
-    ``collected`` receives the valid replies, and the reasons for leaving out other clients.
-    ``reference`` contains the required names and shapes of arrays; None for replies without arrays.
-    ``minimum`` is the smallest allowed value in the arrays.
-    """
-    for reply in replies:
-        if sender := participants.sender_of(reply):
-            reason = participants.check(reply, sender, reference, minimum)
-            if reason is None:
-                collected.add(sender.name, reply, has_arrays=reference is not None)
-            else:
-                collected.left_out[sender.name] = reason
-                if _says_not_finite(reply, reason):
-                    collected.not_finite.append(sender.name)
-            status.add(sender.name, reason)
-        del reply  # release its memory before the next reply is pulled
-    collected.left_out |= participants.missing({*collected.metrics, *collected.left_out})
-    collected.sort()
-    for name, reason in collected.left_out.items():
-        log(WARNING, "%s is left out: %s", name, reason)
-
-
-def _says_not_finite(reply: Message, reason: str) -> bool:
+def says_not_finite(reply: Message, reason: str) -> bool:
     """Return whether a refused reply reports or contains values that aren't finite."""
     if problem_of(reply) is not None:
         return _NOT_FINITE.search(reason) is not None

@@ -53,11 +53,7 @@ class FLGLM(Rounds):
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(
-            config=config,
-            fingerprint=expected,
-            progress=progress,
-            journal=journal,
-            signer=signer,
+            config=config, fingerprint=expected, progress=progress, journal=journal, signer=signer
         )
         self._server: BlockServer
         self._body: State = {}
@@ -128,10 +124,7 @@ class FLGLM(Rounds):
             bodies = self._bodies_of(client, server_round)
             states = {model: state for model, (_, state) in bodies.items()}
             invitation = self._server.invite_to_evaluate(
-                client,
-                round_number=server_round,
-                models=states,
-                lifetime=message.metadata.ttl,
+                client, round_number=server_round, models=states, lifetime=message.metadata.ttl
             )
             rounds = {model: number for model, (number, _) in bodies.items()}
             message.content[LANE] = lane_record(invitation, rounds)
@@ -185,23 +178,17 @@ class FLGLM(Rounds):
         In training, the serial schedule waits for each reply before it sends the next message, and
         ends the lane of a late client, so that a late client can't delay the next one.
         """
-        if training and self.config.split.schedule == "serial":
-            for message in messages:
+        serial = training and self.config.split.schedule == "serial"
+        for group in ([message] for message in messages) if serial else [messages]:
+            if serial:
                 self._status.extend(timeout)
-                yield from self._until_lanes_end([message], grid, timeout, training)
-        else:
-            yield from self._until_lanes_end(messages, grid, timeout, training)
-
-    def _until_lanes_end(
-        self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
-    ) -> Iterator[Message]:
-        for reply in super()._exchange(messages, grid, timeout, training):
-            if sender := self._participants.sender_of(reply):
-                # Otherwise, schedules that start clients together would wait for an absent client.
-                self._server.mark_absent(sender.name)
-            yield reply
-            del reply  # release its memory before the next reply is pulled
-        self._end_lanes(self.progress.finished_rounds + training)
+            for reply in super()._exchange(group, grid, timeout, training):
+                if sender := self._participants.sender_of(reply):
+                    # Otherwise, schedules that start clients together would wait for this one.
+                    self._server.mark_absent(sender.name)
+                yield reply
+                del reply  # release its memory before the next reply is pulled
+            self._end_lanes(self.progress.finished_rounds + training)
 
     def _lanes(self) -> list[LaneStatus]:
         return [
@@ -239,7 +226,7 @@ class FLGLM(Rounds):
         # A correct client replies only after the server has confirmed its last step.
         ends = {name: self._ends.get(name, "it opened no lane") for name in replied}
         return {
-            name: f"it replied, but broke off its training: {printable(reason)}"
+            name: f"it replied, but did not finish its training: {printable(reason)}"
             for name, reason in ends.items()
             if reason
         }

@@ -34,12 +34,12 @@ class Journal(Protocol):
         """Append an event to ``metrics.jsonl``."""
 
     def keep_personalised(
-        self, client: str, state: State, round_number: int, size: int, file: Path | None = None
+        self, client: str, state: State | Path, round_number: int, size: int
     ) -> None:
         """Save a client's personalised adapter: the client's local adapter after training.
 
-        ``size`` is the client's number of training rows; ``file``, if given, is a file below
-        ``scratch`` that contains the same adapter, and may be moved.
+        ``state`` may be a safetensors file below ``scratch``, which may be moved. ``size`` is the
+        client's number of training rows.
         """
 
     def personalised(self, client: str) -> tuple[int, State] | None:

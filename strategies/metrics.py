@@ -1,15 +1,12 @@
-"""Averages of the clients' metrics, and events of ``metrics.jsonl``."""
+"""Events of ``metrics.jsonl``."""
 
 from collections.abc import Mapping
 from logging import WARNING
 from typing import Any, Literal
 
-from flwr.app import MetricRecord, RecordDict
 from flwr.common import log
 
 from federation.answers import MODELS
-from federation.flower_internals import aggregate_metricrecords
-from federation.messages import METRICS, SIZE
 from finetuning.adapters.robust_aggregation import MAX_DISTANCE
 from strategies.journal import Journal
 
@@ -21,15 +18,6 @@ _REASONS: dict[What, str] = {
     "data size": "exceeds the maximum share of a client (max-share)",
     "importance": "is far above the typical values of all clients",
 }
-
-
-def averages(metrics: list[Mapping[str, Any]]) -> MetricRecord:
-    """Average the metrics that all replies contain, weighted by data size."""
-    shared = sorted(set.intersection(*(set(own) for own in metrics)))
-    return aggregate_metricrecords(
-        [RecordDict({METRICS: MetricRecord({key: own[key] for key in shared})}) for own in metrics],
-        SIZE,
-    )
 
 
 def evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def _identity_problem(reply: Message, name: str, base: str) -> str | None:
         return f"its name is now {config.get('name')!r}, but was {name!r} when it joined"
     if config.get("base") != base:
         return "it used a different base model (the fingerprints differ)"
-    # Flower averages every record of a reply, so records that are not checked here are refused.
+    # Records with other names would not be checked, so they are refused.
     content = reply.content
     if set(content.metric_records) != {METRICS} or not set(content.array_records) <= {ARRAYS}:
         return "it sent more than was requested"
@@ -164,7 +164,10 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
         return f"it sent {len(metrics)} metrics; at most {_MAX_METRICS} are accepted"
     invalid = [name for name in metrics if not _METRIC_NAME.fullmatch(name)]
     if invalid:
-        return f"its name {printable(invalid[0], 64)!r} needs at most 64 letters, digits, _ . -"
+        return (
+            f"the name of its metric {printable(invalid[0], 64)!r} must be at most 64 letters, "
+            "digits, '_', '.' or '-', and begin with a letter"
+        )
     invalid = [name for name, value in metrics.items() if not _is_bounded_number(value)]
     if invalid:
         names = ", ".join(invalid[:3])

@@ -33,11 +33,6 @@ class Replies:
         # Clients that reported a loss or gradient that isn't finite.
         self.not_finite: list[str] = []
 
-    @property
-    def measured(self) -> list[Mapping[str, Any]]:
-        """Metrics of the clients that don't withhold metrics."""
-        return [metrics for name, metrics in self.metrics.items() if name not in self.withheld]
-
     def add(self, name: str, reply: Message, has_arrays: bool) -> None:
         """Add a client's valid reply; ignore arrays that were neither requested nor checked.
 
@@ -55,8 +50,7 @@ class Replies:
 
     def leave_out(self, name: str, reason: str) -> None:
         """Leave out a client whose reply was already added."""
-        del self.metrics[name]
-        self.answers.pop(name, None)
+        del self.metrics[name], self.answers[name]
         self.withheld.pop(name, None)
         self.left_out[name] = reason
         self.sort()

@@ -20,11 +20,11 @@ from federation.run_folder import LaneStatus, Phase
 from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
-from strategies.collection import collect, reasons, require_enough, require_finite
+from strategies.collection import reasons, require_enough, require_finite, says_not_finite
 from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
-from strategies.metrics import averages, evaluation_events, record_scaled, underscored
+from strategies.metrics import evaluation_events, record_scaled, underscored
 from strategies.participants import Participants
 from strategies.replies import Replies
 
@@ -96,26 +96,22 @@ class Rounds(Strategy):
         self._participants.register_all(grid)
         self._instruction = replace(self._instruction, base=self._participants.base)
         self._reference = arrays
-        result = Result(arrays=arrays)
         finished = self.progress.finished_rounds
         lacks_importance = self._evaluation(finished).importance and not self.progress.importance
         if not self.progress.evaluated or lacks_importance:
-            self._evaluate(arrays, grid, timeout, result)
+            self._evaluate(arrays, grid, timeout)
         for current in range(finished + 1, num_rounds + 1):
             log(INFO, "")
             log(INFO, "[ROUND %d/%d]", current, num_rounds)
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
             replies = self._exchange(messages, grid, timeout, training=True)
-            aggregated, metrics = self.aggregate_train(current, replies)
-            assert aggregated is not None and metrics is not None  # otherwise, an error was raised
-            result.arrays = arrays = aggregated
-            result.train_metrics_clientapp[current] = metrics
+            arrays, _ = self.aggregate_train(current, replies)
             self.progress = replace(
                 self.progress, finished_rounds=current, evaluated=False, importance=None
             )
             self._checkpoint(arrays)
-            self._evaluate(arrays, grid, timeout, result)
-        return result
+            self._evaluate(arrays, grid, timeout)
+        return Result(arrays=arrays)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -137,13 +133,14 @@ class Rounds(Strategy):
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> tuple[ArrayRecord, None]:
         """Average the valid replies' adapters by data size (Eq. 2), with capped sizes and updates.
 
         Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes``, or
         ``NotFiniteError`` if most clients report that the global adapter is unusable.
         """
-        with self._collected(replies, self._reference) as collected:
+        with Replies(self._journal.scratch) as collected:
+            self._collect(collected, replies, self._reference)
             for name, reason in self._unfinished(list(collected.metrics)).items():
                 collected.leave_out(name, reason)
                 self._status.add(name, reason)
@@ -163,33 +160,43 @@ class Rounds(Strategy):
                 personalised = self._personalised(name, state)
                 self._journal.keep_personalised(
                     client=name,
-                    state=personalised,
+                    state=collected.file(name) if personalised is state else personalised,
                     round_number=server_round,
                     size=sizes[name],
-                    file=collected.file(name) if personalised is state else None,
                 )
                 del state, personalised  # release their memory before the next ones are read
             self._average(counted)
             log(INFO, "Averaged the adapters of %s", ", ".join(names))
-            # If all clients withhold metrics, replies still contain the numbers of examples.
-            measured = collected.measured or list(collected.metrics.values())
-            return to_arrays(mean.result()), averages(measured)
+            return to_arrays(mean.result()), None
 
-    @contextmanager
-    def _collected(
-        self, replies: Iterable[Message], reference: ArrayRecord | None, minimum: float = -math.inf
-    ) -> Iterator[Replies]:
-        """Within the context, provide the valid replies; see ``collect``."""
-        with Replies(self._journal.scratch) as collected:
-            collect(
-                collected=collected,
-                replies=replies,
-                participants=self._participants,
-                status=self._status,
-                reference=reference,
-                minimum=minimum,
-            )
-            yield collected
+    def _collect(
+        self,
+        collected: Replies,
+        replies: Iterable[Message],
+        reference: ArrayRecord | None,
+        minimum: float = -math.inf,
+    ) -> None:
+        """Check replies as they arrive; release each reply's memory before the next one is pulled.
+
+        ``collected`` receives the valid replies, and the reasons for leaving out other clients.
+        ``reference`` contains the required names and shapes of arrays; None for replies without
+        arrays. ``minimum`` is the smallest allowed value in the arrays.
+        """
+        for reply in replies:
+            if sender := self._participants.sender_of(reply):
+                reason = self._participants.check(reply, sender, reference, minimum)
+                if reason is None:
+                    collected.add(sender.name, reply, has_arrays=reference is not None)
+                else:
+                    collected.left_out[sender.name] = reason
+                    if says_not_finite(reply, reason):
+                        collected.not_finite.append(sender.name)
+                self._status.add(sender.name, reason)
+            del reply  # release its memory before the next reply is pulled
+        collected.left_out |= self._participants.missing({*collected.metrics, *collected.left_out})
+        collected.sort()
+        for name, reason in collected.left_out.items():
+            log(WARNING, "%s is left out: %s", name, reason)
 
     def _record_round(self, server_round: int, collected: Replies) -> None:
         """Record a training round; raise an error if too few replies are valid or finite."""
@@ -219,17 +226,16 @@ class Rounds(Strategy):
         self._begin("evaluation", server_round, grid)
         return messages
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Record each client's metrics; return the averages weighted by data size.
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> None:
+        """Record each client's metrics, and process the importance J if it was requested.
 
         Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes`` after the
         last round, or ``NotFiniteError`` if most clients report that the adapter is unusable.
         """
         expected = self._reference if self._evaluation(server_round).importance else None
-        # A negative J would push weights away from the global weights.
-        with self._collected(replies, expected, minimum=0.0) as collected:
+        with Replies(self._journal.scratch) as collected:
+            # A negative J would push weights away from the global weights.
+            self._collect(collected, replies, expected, minimum=0.0)
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": reasons(left_out)})
@@ -246,8 +252,6 @@ class Rounds(Strategy):
                     f"evaluation after round {server_round}", collected, self.config.min_nodes
                 )
             self._use_importance(collected)
-            measured = collected.measured
-        return averages(measured) if measured else None
 
     def _begin(self, phase: Phase, server_round: int, grid: Grid) -> None:
         """Start a phase in which the recipients of the last messages work."""
@@ -314,16 +318,14 @@ class Rounds(Strategy):
     def _use_importance(self, replies: Replies) -> None:
         """Process the importance J from evaluate replies; only FedJudge-CL requests it."""
 
-    def _evaluate(self, arrays: ArrayRecord, grid: Grid, timeout: float, result: Result) -> None:
+    def _evaluate(self, arrays: ArrayRecord, grid: Grid, timeout: float) -> None:
         round_number = self.progress.finished_rounds
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
             replies = self._exchange(messages, grid, timeout, training=False)
-            metrics = self.aggregate_evaluate(round_number, replies)
+            self.aggregate_evaluate(round_number, replies)
             seconds = self._status.seconds
             self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})
-            if metrics is not None:
-                result.evaluate_metrics_clientapp[round_number] = metrics
         self.progress = replace(self.progress, evaluated=True)
         self._checkpoint(arrays)
 

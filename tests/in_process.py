@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flwr.serverapp import Grid
+from safetensors.torch import load_file
 
 from chambers.in_process import ConcurrentGrid, InProcessGrid
 from federation.messages import to_arrays
@@ -57,9 +58,10 @@ class MemoryJournal:
         self.events.append(dict(event))
 
     def keep_personalised(
-        self, client: str, state: State, round_number: int, size: int, file: Path | None = None
+        self, client: str, state: State | Path, round_number: int, size: int
     ) -> None:
         """Store a client's adapter."""
+        state = load_file(state) if isinstance(state, Path) else state
         self.kept[client] = state
         self.personalised_by_round.setdefault(round_number, {})[client] = state
 

@@ -232,7 +232,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
 
 @pytest.mark.parametrize("schedule", [nightly("serial"), "hierarchical"])
 @pytest.mark.parametrize(
-    ("replies", "reason"), [(False, "round-timeout"), (True, "it replied, but broke off")]
+    ("replies", "reason"), [(False, "round-timeout"), (True, "it replied, but did not finish")]
 )
 def test_a_client_that_breaks_off_is_left_out_and_named(
     split_values, tmp_path, schedule, replies, reason, monkeypatch
