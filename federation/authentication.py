@@ -3,7 +3,7 @@
 Flower authenticates the SuperNode that sends a request, but not the message in the request: any
 registered SuperNode can store a message for another SuperNode and name the coordinator as the
 sender. An instruction therefore carries an Ed25519 signature, and a secret key that the recipient
-uses to authenticate the reply (HMAC-SHA-256). The signature covers the instruction, the HMAC both.
+uses to authenticate the reply (HMAC-SHA-256). The HMAC covers both the instruction and the reply.
 """
 
 import hmac
@@ -61,7 +61,7 @@ class Signer:
 
         ``shared`` encrypts each ArrayRecord once, even if several messages contain the record.
         """
-        packed = pack(message.content, shared)
+        body, arrays, digest = pack(message.content, shared)
         # The system clock may be set back, or have a coarse resolution.
         self._last = max(time.time(), self._last + 1e-3)
         statement = Statement(
@@ -72,12 +72,12 @@ class Signer:
             time=self._last,
             expires=self._last + message.metadata.ttl,
             secret=secrets.token_hex(_SECRET_BYTES),
-            digest=packed.digest,
+            digest=digest,
         )
         text = statement.model_dump_json().encode()
         signature = self._key.sign(_SIGNED + text)
-        record = ConfigRecord({"statement": text, "signature": signature, "records": packed.body})
-        message.content = RecordDict({INSTRUCTION: record, **packed.arrays})
+        record = ConfigRecord({"statement": text, "signature": signature, "records": body})
+        message.content = RecordDict({INSTRUCTION: record, **arrays})
         return statement
 
 
@@ -146,9 +146,9 @@ class SignedInstruction:
         """Authenticate a reply with the statement's secret, unless the reply is a Flower error."""
         if reply.has_error():
             return
-        packed = pack(reply.content, EncryptedArrays())
-        record = ConfigRecord({"mac": _mac(self.statement, packed.digest), "records": packed.body})
-        reply.content = RecordDict({REPLY: record, **packed.arrays})
+        body, arrays, digest = pack(reply.content, EncryptedArrays())
+        record = ConfigRecord({"mac": _mac(self.statement, digest), "records": body})
+        reply.content = RecordDict({REPLY: record, **arrays})
 
 
 def open_reply(reply: Message, statement: Statement) -> None:

@@ -10,7 +10,6 @@ message, so encryption does not hide the arrays from anyone who reads the messag
 import hashlib
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -45,17 +44,12 @@ class EncryptedArrays:
         return key, encrypted, digest
 
 
-@dataclass(frozen=True)
-class PackedContent:
-    """The content of a message in the form in which it is sent."""
+def pack(content: RecordDict, shared: EncryptedArrays) -> tuple[bytes, dict[str, ArrayRecord], str]:
+    """Convert the content of a message to the form in which it is sent.
 
-    body: bytes  # the records without arrays, and the keys of the arrays, serialised
-    arrays: dict[str, ArrayRecord]  # the encrypted ArrayRecords
-    digest: str  # digest of ``body`` and ``arrays``, in hexadecimal
-
-
-def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
-    """Convert the content of a message to the form in which it is sent."""
+    Return the records without arrays, serialised with the keys of the arrays; the encrypted
+    ArrayRecords; and the digest of both, in hexadecimal.
+    """
     keys, others = ConfigRecord(), RecordDict()
     arrays, digests = dict[str, ArrayRecord](), dict[str, str]()
     for name, record in content.items():
@@ -66,7 +60,7 @@ def pack(content: RecordDict, shared: EncryptedArrays) -> PackedContent:
             others[name] = record
     others[_ARRAY_KEYS] = keys
     body = recorddict_to_proto(others).SerializeToString()
-    return PackedContent(body, arrays, _digest(body, digests))
+    return body, arrays, _digest(body, digests)
 
 
 def unpack(body: bytes, arrays: Mapping[str, ArrayRecord]) -> RecordDict:
