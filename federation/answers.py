@@ -62,11 +62,7 @@ def answer_events(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     for a in answers:
         own = {"question": a.question, "reference": a.reference, "text": a.text}
         by_model[a.model].append(own)
-    return [
-        {"event": "answers", "model": model, "answers": own}
-        for model, own in by_model.items()
-        if own
-    ]
+    return [{"event": "answers", "model": m, "answers": own} for m, own in by_model.items() if own]
 
 
 def _record(reply: Message) -> Mapping[str, Any] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from federation.run_config import ConfigError, RunConfig
 
-# Keys that may change when a run is resumed, since they don't affect how adapters are trained.
+# Keys, besides ``evaluate.*``, that may change when a run is resumed: they don't affect training.
 # (A different device rounds differently and draws different dropout masks, but a run may move to
 # another machine. Time limits, like network failures, only affect which clients take part.)
 _MAY_CHANGE = {
@@ -17,12 +17,6 @@ _MAY_CHANGE = {
     "resume",
     "instruction-key",
     "data.path",
-    "evaluate.every",
-    "evaluate.batch-size",
-    "evaluate.generate",
-    "evaluate.generate-examples",
-    "evaluate.show-answers",
-    "evaluate.max-new-tokens",
     "split.window",
     "split.body-devices",
     "split.listen",
@@ -69,7 +63,7 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     changed = [
         f"{key} was {before[key]!r} and is {value!r}"
         for key, value in config.flat().items()
-        if key not in may_change and before[key] != value
+        if key not in may_change and not key.startswith("evaluate.") and before[key] != value
     ]
     if changed:
         raise ConfigError(

@@ -204,20 +204,21 @@ class RunConfig(Section):
                 f'split.advertise is needed with split.listen = "{self.split.listen}": clients '
                 "can't connect to that address"
             )
-        longest = self.train.batch_size * sum(self.row.values())
-        if longest > self.split.activation_budget:
-            raise ValueError(
-                f"split.activation-budget = {self.split.activation_budget} padded tokens is too "
-                f"small for one micro-batch of train.batch-size × ({' + '.join(self.row)}) = "
-                f"{longest}; raise the budget or lower the other settings"
-            )
-        if self.max_generated_tokens > self.split.activation_budget:
-            parts = " + ".join(self.row_with_answer)
-            raise ValueError(
-                f"split.activation-budget = {self.split.activation_budget} padded tokens is too "
-                f"small for a batch of answers of evaluate.batch-size × ({parts}) = "
-                f"{self.max_generated_tokens}; raise the budget or lower the other settings"
-            )
+        trained = self.train.batch_size * sum(self.row.values())
+        for batch, row, tokens in (
+            ("one micro-batch of train.batch-size", self.row, trained),
+            (
+                "a batch of answers of evaluate.batch-size",
+                self.row_with_answer,
+                self.max_generated_tokens,
+            ),
+        ):
+            if tokens > self.split.activation_budget:
+                raise ValueError(
+                    f"split.activation-budget = {self.split.activation_budget} padded tokens is "
+                    f"too small for {batch} × ({' + '.join(row)}) = {tokens}; raise the budget or "
+                    "lower the other settings"
+                )
         return self
 
     @property
@@ -320,8 +321,7 @@ def _explain(
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:
         return f"  {reason}"
-    given = f"{key} = {values.get(key)!r}"
-    return f"  {given}: {reason} (allowed: {_allowed(fields[key])})"
+    return f"  {key} = {values.get(key)!r}: {reason} (allowed: {_allowed(fields[key])})"
 
 
 def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:

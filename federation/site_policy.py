@@ -36,10 +36,6 @@ def _absolute(path: str) -> str:
     return path
 
 
-def _all_absolute(paths: list[str]) -> list[str]:
-    return [_absolute(path) for path in paths]
-
-
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
@@ -48,11 +44,7 @@ class _Table(BaseModel):
     """A table of the policy: immutable, with no unknown keys and no type conversion."""
 
     model_config = ConfigDict(
-        alias_generator=kebab_case,
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
+        alias_generator=kebab_case, extra="forbid", frozen=True, strict=True, allow_inf_nan=False
     )
 
 
@@ -140,7 +132,7 @@ class SitePolicy(_Table):
         "`smollm2` counts as `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever its weights are from. "
         "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
     )
-    paths: Annotated[list[str], AfterValidator(_all_absolute)] = Field(
+    paths: list[AbsolutePath] = Field(
         [],
         description="Folders that a run config may name as `model.name`, `data.path` or "
         "`state-path`, including all files and folders inside them. Absent: none.",
@@ -197,7 +189,7 @@ class SitePolicy(_Table):
     privacy: PrivacyPolicy = PrivacyPolicy()
 
     @model_validator(mode="after")
-    def _names_block_servers(self) -> "SitePolicy":
+    def _names_block_servers(self) -> Self:
         if self.split.allowed and not self.coordinators:
             raise ValueError("split.allowed = true needs coordinators: addresses of block servers")
         return self

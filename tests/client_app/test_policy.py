@@ -44,7 +44,7 @@ def test_documentation_has_every_key_and_a_valid_example():
         ("max-seconds = inf", "max-seconds: Input should be a finite number"),
         ("evaluation = 1", "evaluation: Input should be a valid boolean"),
         ('base-models = ["tiny"]', "base-models.0: String should match"),
-        ('paths = ["models"]', "paths: must be an absolute path"),
+        ('paths = ["models"]', "paths.0: must be an absolute path"),
         ('audit-log = "audit.jsonl"', "audit-log: must be an absolute path"),
         ("[split]\nallowed = true", "split.allowed = true needs coordinators"),
         ("[privacy]\nnoise-multiplier = 2.0", "privacy needs epsilon"),
