@@ -30,8 +30,12 @@ def write_report(directory: Path) -> Path:
 
     Raise ``ValueError`` if the metrics or the configuration are malformed.
     """
+    from matplotlib import rc_context
+
     config = json.loads((directory / "config.json").read_bytes())
-    html = _render(read_events(directory / METRICS), config)
+    events = read_events(directory / METRICS)
+    with rc_context(_RC):
+        html = _render(events, config)
     report = directory / "report.html"
     with replacing(report) as aside:
         aside.write_text(html, encoding="utf-8")
@@ -182,31 +186,21 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
         return {}
     margin = 0.05 * (max(values) - min(values) or 1)
     limits = (min(values) - margin, max(values) + margin)
-    panels = {}
-    for client, look in looks.items():
-        curves = {model: _curve(evaluated, key, client=client, model=model) for model in MODELS}
-        panels[client] = _plot(
+    return {
+        client: _plot(
             title=f"{title} of {client}",
-            curves=curves,
+            curves={model: _curve(evaluated, key, client=client, model=model) for model in MODELS},
             looks=dict.fromkeys(MODELS, look),
             limits=limits,
         )
-    return panels
+        for client, look in looks.items()
+    }
 
 
 def _plot(
     title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
 ) -> Markup:
     """Plot curves over rounds; the text alternative lists each curve's first and last values."""
-    from matplotlib import rc_context
-
-    with rc_context(_RC):
-        return _plotted(title, curves, looks, limits)
-
-
-def _plotted(
-    title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None
-) -> Markup:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
