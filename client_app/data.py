@@ -21,11 +21,9 @@ from finetuning.tasks.reading import held_out_part, read_task_rows
 # Unequal like the clients' data sizes in the paper (table 1), but small enough for a demonstration.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
-# Numbers of training rows, assigned to schools in turn; data sizes are 3 : 2 : 1 with
-# ``matters-unequal``. The last constant is the number of held-out rows per matter.
+# Numbers of training rows, assigned to schools in turn.
 _TRAINING_QUESTIONS = (160,)
 _UNEQUAL_QUESTIONS = (240, 160, 80)
-_TEST_QUESTIONS = 1
 # Number of generated clients that `data.pool` chooses from.
 _POOLED = 3
 # Name of the client with the pooled rows of several clients: the baseline in FedJudge, table 2.
@@ -52,8 +50,8 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
     if "data-path" in node or "partition-id" not in node:
         if settings.pool:
             raise DataError(
-                f'data.pool = "{settings.pool}" is for simulations: this SuperNode has rows of its '
-                "own, which no other client can have"
+                f'data.pool = "{settings.pool}" is for simulations, but this SuperNode has rows of '
+                "its own"
             )
         return reader.folder(*name_and_data_path(node))
     index, count = int(node["partition-id"]), int(node["num-partitions"])
@@ -63,7 +61,13 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
         return reader.generated(index, count)
     path = Path(settings.path).expanduser()
     if not path.is_absolute():
-        return reader.share(train=reader.hub_rows(), test=None, index=index, count=count)
+        if not is_data_set_id(settings.path):
+            raise DataError(
+                f'data.path = "{settings.path}" must be an absolute path (or start with ~): '
+                "relative paths would refer to the folder in which Flower runs the app"
+            )
+        train = read_task_rows(settings.path, settings)
+        return reader.share(train=train, test=None, index=index, count=count)
     folders = client_folders(path)
     if folders:
         return reader.one_of(folders, index, count)
@@ -83,7 +87,8 @@ def _style(index: int, seed: int) -> ClientData:
 def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
     """Return a client trained on some matters (``matters-even``: on all), and tested on all.
 
-    The held-out rows start with the matters of the next client, and end with the client's own.
+    There is one held-out row per matter: first for the next client's matters, and last for the
+    client's own.
     """
     try:
         divided = matters.divide(count, seed)
@@ -94,7 +99,7 @@ def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
     known = matters.MATTERS if kind == "matters-even" else divided[index]
     sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS
     train = matters.questions(known, sizes[index % len(sizes)], own_seed, "train")
-    test = matters.questions(tested, _TEST_QUESTIONS * len(tested), own_seed, "test")
+    test = matters.questions(tested, len(tested), own_seed, "test")
     return _client(f"school-{index + 1}", train, test)
 
 
@@ -182,16 +187,6 @@ class _Reader:
         train, test = find_parts(path, held_out_part(self.settings))
         rows = read_task_rows(train, self.settings)
         return rows, None if test is None else read_task_rows(test, self.settings)
-
-    def hub_rows(self) -> list[Row]:
-        """Read a data set by its Hugging Face id."""
-        path = self.settings.path
-        if not is_data_set_id(path):
-            raise DataError(
-                f'data.path = "{path}" must be an absolute path (or start with ~): relative paths '
-                "would refer to the folder in which Flower runs the app"
-            )
-        return read_task_rows(path, self.settings)
 
     def share(self, train: list[Row], test: list[Row] | None, index: int, count: int) -> ClientData:
         """Return one client's share of a data set."""

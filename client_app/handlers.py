@@ -128,18 +128,15 @@ def query(message: Message, context: Context, site: Site) -> Message:
     """Check all data; reply with the client's name and data size, and the base model's digests."""
     config, institution = _open(context, site)
     site.check_budget(config, institution, Instruction.of(message).round)
-    withheld = {"withheld": _WITHHELD} if site.privacy else {}
+    about: dict[str, str | list[str]] = {
+        "name": institution.name,
+        "tensors": list(institution.fingerprint),
+        "digests": list(institution.fingerprint.values()),
+    }
+    if site.privacy:
+        return answer(message, about | {"withheld": _WITHHELD}, {SIZE: institution.size})
     counts = {TRAIN_EXAMPLES: len(institution.train), "test-examples": len(institution.test)}
-    return answer(
-        message,
-        {
-            **withheld,
-            "name": institution.name,
-            "tensors": list(institution.fingerprint),
-            "digests": list(institution.fingerprint.values()),
-        },
-        {SIZE: institution.size, **({} if site.privacy else counts)},
-    )
+    return answer(message, about, {SIZE: institution.size, **counts})
 
 
 @app.train()

@@ -38,9 +38,8 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
         _at_most(name=name, value=value, key=key, limit=limit)
     generates = config.evaluate.generate
     require(policy.generation or not generates, "evaluate.generate = true", "generation = false")
-    shown = config.evaluate.shown
     require(
-        policy.show_answers or not shown,
+        policy.show_answers or not config.evaluate.shown,
         f"evaluate.show-answers = {config.evaluate.show_answers}",
         "show-answers = false",
     )

@@ -110,12 +110,12 @@ def open_site(
 ) -> Site:
     """Read the policy named in the SuperNode's configuration, and authenticate the message.
 
-    ``instruction`` is the message's signed instruction, or the error if that is malformed. Its
-    content replaces the content of the message. Raise ``PolicyError`` if the named policy, or its
-    public key, is missing or malformed, or the configuration has unknown keys. Raise
-    ``AuthenticationError`` if the signed content is malformed, or the policy requires a signature,
-    but the message has none that is valid for this site and time, or is a replay. Raise
-    ``AuditError`` if the message can't be recorded.
+    ``instruction`` is the message's signed instruction, whose content replaces the message's, or
+    the error if it is malformed. Raise ``PolicyError`` if the named policy, or its public key, is
+    missing or malformed, or the configuration has unknown keys. Raise ``AuthenticationError`` if
+    the signed content is malformed, or the policy requires a signature, but the message has none
+    that is valid for this site and time, or is a replay. Raise ``AuditError`` if the message can't
+    be recorded.
     """
     node = context.node_config
     check_keys(node)

@@ -81,11 +81,14 @@ class Worker:
         if refusal:
             log(WARNING, "refused a message: the worker %s", refusal)
             return
-        from finetuning.devices import is_broken  # imports torch
+        from client_app.institution import release_data
+        from finetuning.devices import is_broken
 
         message = message_from_proto(MessageProto.FromString(receive(caller)))
         context = context_from_proto(ContextProto.FromString(receive(caller)))
-        self._release_data(context.run_id)
+        if context.run_id != self._run:  # data may be cached for a run with other settings
+            release_data()
+            self._run = context.run_id
         problem, reply = "", b""
         with self._ending_with(caller):
             try:
@@ -113,14 +116,6 @@ class Worker:
                 "again, from the same release"
             )
         return ""
-
-    def _release_data(self, run: int) -> None:
-        """Release data cached for an earlier run, whose settings may differ."""
-        from client_app.institution import release_data
-
-        if run != self._run:
-            release_data()
-            self._run = run
 
     @contextmanager
     def _ending_with(self, caller: socket.socket) -> Iterator[None]:
