@@ -232,11 +232,10 @@ def _check_paths(policy: SitePolicy, config: RunConfig) -> None:
 def _is_within(path: str, folders: Iterable[str]) -> bool:
     """Return whether a path, with links and ``..`` resolved, is in one of the folders."""
     try:
-        resolved = Path(path).expanduser()
-        if not resolved.is_absolute():
-            return False
-        resolved = resolved.resolve()
-        return any(resolved.is_relative_to(Path(folder).resolve()) for folder in folders)
+        target = Path(path).expanduser()
+        return target.is_absolute() and any(
+            target.resolve().is_relative_to(Path(folder).resolve()) for folder in folders
+        )
     except (OSError, RuntimeError, ValueError):  # symlink loop, unknown user, null character
         return False
 

@@ -72,9 +72,7 @@ class ClientState:
         return dict(load_file(self._round(max(known)) / file)) if known else None
 
     def _rounds(self) -> list[int]:
-        return [
-            int(folder.name.removeprefix("round-")) for folder in self.directory.glob("round-*")
-        ]
+        return [int(path.name.removeprefix("round-")) for path in self.directory.glob("round-*")]
 
     def _round(self, number: int) -> Path:
         return self.directory / f"round-{number:04d}"

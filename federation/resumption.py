@@ -28,9 +28,6 @@ _MAY_CHANGE = {
     "split.resume-timeout",
     "split.frame-timeout",
 }
-# With ``client-batch``, the activation budget splits the clients' stacked batches into passes with
-# separate dropout masks, and the share cap scales gradients.
-_CHANGE_STACKS = {"split.activation-budget", "split.share-cap"}
 FOLDER = "checkpoints"
 
 
@@ -59,7 +56,9 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     if config.train.schedule == "constant" and config.train.warmup_ratio == 0:
         may_change.add("rounds")  # other schedules depend on the number of rounds
     if config.split.schedule != "client-batch":
-        may_change |= _CHANGE_STACKS
+        # With ``client-batch``, the budget splits the clients' stacked batches into passes with
+        # separate dropout masks, and the share cap scales gradients.
+        may_change |= {"split.activation-budget", "split.share-cap"}
     changed = [
         f"{key} was {before[key]!r} and is {value!r}"
         for key, value in config.flat().items()
