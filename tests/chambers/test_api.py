@@ -1,6 +1,7 @@
 """``chambers api``: OpenAI's own client, and clients that ask for what isn't allowed."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -394,6 +395,26 @@ def test_the_page_has_all_that_it_needs(whole):
     assert not re.search(r"(src|href)=.(?!data:)", page.text)
     assert "://" not in page.text
     assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+@pytest.mark.slow
+def test_another_client_of_openais_api_is_answered(whole, tmp_path):
+    """With ``llm``, a command-line tool."""
+    client, _ = whole
+    about = [{"model_id": "court", "model_name": "global", "api_base": str(client.base_url)}]
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(about))
+    # Its plugin for SmolLM2 needs a package that isn't installed.
+    environment = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
+    for question, streamed in zip(QUESTIONS, ("--no-stream", "--"), strict=False):
+        options = ["--key", "none", "-o", "temperature", "0", "-o", "max_tokens", str(TOKENS)]
+        said = subprocess.run(
+            [sys.executable, "-m", "llm", "prompt", "-m", "court", *options, streamed, question],
+            env=os.environ | environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        assert said.strip() == text_of(ask(client, question))
 
 
 @pytest.mark.slow
