@@ -5,12 +5,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+from filelock import FileLock
 from safetensors import SafetensorError
 
 from finetuning.errors import UserError
@@ -29,6 +30,19 @@ class DiskFullError(UserError, OSError):
 def cache_directory() -> Path:
     """Return the folder for derived files: ``$CHAMBERS_CACHE`` or the user's cache folder."""
     return Path(os.environ.get("CHAMBERS_CACHE") or platformdirs.user_cache_path("chambers"))
+
+
+def cached(target: Path, write: Callable[[Path], object]) -> Path:
+    """Return a file or folder of the cache; if it is missing, ``write`` creates it at a given path.
+
+    While a process creates it, other processes wait.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_suffix(".lock")):
+        if not target.exists():
+            with replacing(target) as aside:
+                write(aside)
+    return target
 
 
 @contextmanager
@@ -91,16 +105,11 @@ def filling(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if not _means_full(error):
+        # safetensors gives the system's error number only in the message.
+        told = any(f"(os error {number})" in str(error) for number in _FULL)
+        if getattr(error, "errno", None) not in _FULL and not told:
             raise
         raise DiskFullError(f"no space is left on the disk of {folder}: free some space") from error
-
-
-def _means_full(error: OSError | SafetensorError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _FULL
-    # safetensors gives the system's error number only in the message.
-    return any(f"(os error {number})" in str(error) for number in _FULL)
 
 
 def write_json(target: Path, content: Any) -> None:

@@ -20,8 +20,9 @@ import torch
 RandomBytes = Callable[[int], bytes]
 
 # Torch has one generator per process. Without the lock, the threads of two parties in one process
-# (simulation, tests) would use each other's seeds.
-_generator = threading.Lock()
+# (simulation, tests) would use each other's seeds. A backward pass needs the lock, too: it may set
+# the generator to recompute activations.
+generator_lock = threading.Lock()
 
 
 def derive_seed(*parts: str | int) -> int:
@@ -45,15 +46,8 @@ def set_seed(seed: int) -> None:
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
     """Seed the generators within the context, which only one thread at a time can enter."""
-    with _generator:
+    with generator_lock:
         set_seed(seed)
-        yield
-
-
-@contextmanager
-def drawing_nothing_new() -> Iterator[None]:
-    """Lock the generators for a backward pass, which may set them to recompute activations."""
-    with _generator:
         yield
 
 

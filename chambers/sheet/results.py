@@ -1,15 +1,15 @@
 """Mean scores per model, and the agreement between annotators."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 from chambers.errors import CommandError
 from chambers.sheet.blinding import CRITERIA, Key
 from chambers.sheet.filled import read_sheet
-from finetuning.evaluation.intervals import half_width
 
 # Scores, keyed by id and criterion.
 Scores = Mapping[str, Mapping[str, int]]
@@ -71,8 +71,12 @@ def _mean(scores: Scores, key: Key, model: str, criterion: str) -> str:
         if key.rows[name].model == model:
             by_question[key.rows[name].question].append(values[criterion])
     means = [mean(values) for values in by_question.values()]
-    spread = f" ± {half_width(means):.2f}" if len(means) > 1 else ""
-    return f"{mean(means):.2f}{spread}"
+    if len(means) == 1:
+        return f"{means[0]:.2f}"
+    from scipy.stats import t
+
+    half_width = t.ppf(0.975, len(means) - 1) * stdev(means) / math.sqrt(len(means))
+    return f"{mean(means):.2f} ± {half_width:.2f}"
 
 
 def _alpha(scores: Scores, key: Key, criterion: str) -> float | None:

@@ -91,7 +91,7 @@ def target_names(settings: AdapterSettings) -> list[str]:
     return [name.strip() for name in settings.targets.split(",") if name.strip()]
 
 
-@one_at_a_time
+@one_at_a_time()
 def initial_adapter(
     name: str, settings: AdapterSettings, seed: int, directory: Path | None = None
 ) -> tuple[State, Any]:

@@ -24,7 +24,7 @@ def fetch_licence(name: str) -> None:
             fetch(resolve(name), ("README.md", *_LICENCES))
 
 
-@one_at_a_time
+@one_at_a_time()
 def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
     """Load a base model, and add the adapter's product (alpha / rank) · B · A to adapted weights.
 

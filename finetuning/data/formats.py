@@ -11,7 +11,6 @@ from typing import Any
 from finetuning.errors import UserError
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
-_MAX_CELL_LENGTH = 2**31 - 1
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -108,7 +107,7 @@ def _parse_json(data: bytes) -> Any:
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Read each cell as text without conversion, because a number or "NA" can be an answer."""
-    csv.field_size_limit(_MAX_CELL_LENGTH)
+    csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         # Strict, because otherwise an unclosed quote would extend to the end of the file.
         reader = csv.reader(file, strict=True)

@@ -11,7 +11,6 @@ from finetuning.data.rows import Row, parse_messages, parse_rows
 if TYPE_CHECKING:
     import torch
 
-_NO_LIMIT = 2**31
 # Any placeholder works, because no token spans the boundary between a prompt and its answer.
 _PLACEHOLDER = "x"
 _ANSWER = {"role": "assistant", "content": _PLACEHOLDER}
@@ -112,6 +111,6 @@ def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> "list[torch.Tensor]
     prompts = []
     for row in rows:
         # A template that changes earlier turns produces several examples per row.
-        examples, _ = tokenize([row], tokenizer, _NO_LIMIT)
+        examples, _ = tokenize([row], tokenizer)
         prompts.append(examples[-1].tokens[: examples[-1].prompt_length])
     return prompts

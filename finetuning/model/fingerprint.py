@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from safetensors import safe_open
 
-from finetuning.files import cache_directory, replacing, stamps
+from finetuning.files import cache_directory, cached, stamps
 from finetuning.model.checkpoint import WEIGHTS
 
 # Entries of a fingerprint other than tensors; all parties of a split model have these entries.
@@ -29,13 +28,11 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
     wanted = None if names is None else sorted(names)
     found = [stamp for file in files for stamp in stamps(file.resolve())]
     key = hashlib.sha256(json.dumps([found, wanted]).encode()).hexdigest()
-    cached = cache_directory() / "fingerprints" / f"{key}.json"
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(cached.with_suffix(".lock")):
-        if not cached.is_file():
-            with replacing(cached) as aside:
-                aside.write_text(json.dumps(_tensor_digests(files, wanted)))
-    digests: dict[str, str] = json.loads(cached.read_text())
+    kept = cached(
+        cache_directory() / "fingerprints" / f"{key}.json",
+        lambda aside: aside.write_text(json.dumps(_tensor_digests(files, wanted))),
+    )
+    digests: dict[str, str] = json.loads(kept.read_text())
     digests["config.json"] = config_digest(directory / "config.json")
     tokenizer = directory / "tokenizer.json"
     if tokenizer.is_file():

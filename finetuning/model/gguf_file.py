@@ -11,17 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from finetuning.files import cache_directory, replacing, stamps
+from finetuning.files import cache_directory, cached, stamps
 
 _ORIGIN = "gguf.json"
 _MAGIC = b"GGUF"
-# Exceptions that the libraries raise for a truncated or damaged file.
-_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
 # Version of the conversion and its checks; part of a checkpoint's name in the cache.
 _VERSION = 3
 # Prefixes of the names of tensors that llama.cpp uses to scale rotary positions.
@@ -50,26 +47,19 @@ class Header:
 def checkpoint_of(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
-    The checkpoint is cached under the digest of the file's content. While a process writes the
-    checkpoint, other processes wait. Writing requires memory for the whole model in float32. Raise
-    a GGUFError if the file can't be used, or the checkpoint can't be written.
+    The checkpoint is cached under the digest of the file's content. Writing requires memory for the
+    whole model in float32. Raise a GGUFError if the file can't be used, or the checkpoint can't be
+    written.
     """
     try:
         digest = _digest(file)
         target = cache_directory() / f"gguf-{digest[:16]}-{_VERSION}"
-        with FileLock(target.with_suffix(".lock")):
-            if not (target / _ORIGIN).is_file():
-                header = read_header(file)
-                origin = {"file": file.name, "sha256": digest, "quantization": header.quantization}
-                with replacing(target) as aside:
-                    _convert(file, header, aside)
-                    (aside / _ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+        return cached(target, partial(_convert, file, digest))
     except OSError as error:
         raise GGUFError(
             f"{file} can't be read, or its converted weights can't be stored in "
             f"{cache_directory()}: {error}; set CHAMBERS_CACHE to use a different folder"
         ) from error
-    return target
 
 
 def origin_of(directory: Path) -> dict[str, str] | None:
@@ -142,20 +132,20 @@ def _reader(file: Path) -> Any:
 def _digest(file: Path) -> str:
     """Return the SHA-256 digest of a file's content; cached until the file changes."""
     key = hashlib.sha256(json.dumps(stamps(file.resolve())).encode()).hexdigest()
-    cached = cache_directory() / "gguf-digests" / key
-    if not cached.is_file():
+
+    def write(aside: Path) -> None:
         with file.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        with replacing(cached) as aside:
-            aside.write_text(digest)
-    return cached.read_text()
+            aside.write_text(hashlib.file_digest(content, "sha256").hexdigest())
+
+    return cached(cache_directory() / "gguf-digests" / key, write).read_text()
 
 
-def _convert(file: Path, header: Header, directory: Path) -> None:
-    """Save a GGUF file's weights, configuration and tokenizer in Hugging Face format."""
+def _convert(file: Path, digest: str, directory: Path) -> None:
+    """Save a GGUF file's weights, configuration, tokenizer and origin in Hugging Face format."""
     import torch
     from transformers import AutoTokenizer
 
+    header = read_header(file)
     model, missing = _read_model(file, header)
     config = model.config
     if missing:
@@ -187,6 +177,8 @@ def _convert(file: Path, header: Header, directory: Path) -> None:
     with _explained(file, "has no tokenizer that transformers can read", _INSTEAD):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(directory)
+    origin = {"file": file.name, "sha256": digest, "quantization": header.quantization}
+    (directory / _ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
 
 
 _INSTEAD = "use the checkpoint in safetensors format that the GGUF file was made from"
@@ -219,7 +211,8 @@ def _scales_positions(config: Any) -> bool:
 
 @contextmanager
 def _explained(file: Path, problem: str, advice: str) -> Iterator[None]:
+    """Convert exceptions that libraries raise for damaged or unsupported files to a GGUFError."""
     try:
         yield
-    except (*_DAMAGE, NotImplementedError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError, MemoryError, RuntimeError) as error:
         raise GGUFError(f"{file} {problem} ({type(error).__name__}: {error}); {advice}") from error

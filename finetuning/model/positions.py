@@ -28,7 +28,7 @@ def trained_positions(directory: Path) -> float:
     return min(most if isinstance(most, int) else math.inf, _fixed_up_to(config))
 
 
-@one_at_a_time
+@one_at_a_time()
 def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     """Raise a BaseModelError for rows longer than a model's table of position embeddings.
 

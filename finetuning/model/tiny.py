@@ -9,14 +9,14 @@ import json
 import math
 import random
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch.nn.functional import cross_entropy
 
-from finetuning.files import cache_directory, replacing
+from finetuning.files import cache_directory, cached
 from finetuning.generated import STYLES, background, examples
 from finetuning.progress import progress_bar
 
@@ -44,19 +44,10 @@ class TinyRecipe:
 
 
 def build_tiny(recipe: TinyRecipe | None = None) -> Path:
-    """Return the directory of the tiny checkpoint, which is built if it is not in the cache.
-
-    While a process builds the checkpoint, other processes wait.
-    """
+    """Return the directory of the tiny checkpoint, which is built if it is not in the cache."""
     recipe = recipe or TinyRecipe()
     key = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
-    target = cache_directory() / f"tiny-{key}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):
-        if not (target / "config.json").is_file():
-            with replacing(target) as aside:
-                _build(recipe, aside)
-    return target
+    return cached(cache_directory() / f"tiny-{key}", partial(_build, recipe))
 
 
 def _build(recipe: TinyRecipe, directory: Path) -> None:

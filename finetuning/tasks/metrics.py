@@ -6,7 +6,8 @@ The arguments of all metrics are questions and the answer that was chosen or gen
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from statistics import fmean
 
 from finetuning.evaluation.scoring import score
 from finetuning.tasks.question import Question
@@ -16,21 +17,21 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 def accuracy(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
     """Return the share of questions that are answered correctly."""
-    return {"accuracy": _mean(p in q.answers for q, p in zip(questions, predictions, strict=True))}
+    return {"accuracy": fmean(p in q.answers for q, p in zip(questions, predictions, strict=True))}
 
 
 def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
     """Return accuracy and macro-F1, the mean F1 over the classes in labels or predictions."""
     right = [question.answers[0] for question in questions]
     classes = sorted({*right, *predictions})
-    f1 = _mean(_f1([r == c for r in right], [p == c for p in predictions]) for c in classes)
+    f1 = fmean(_f1([r == c for r in right], [p == c for p in predictions]) for c in classes)
     return {**accuracy(questions, predictions), "f1": f1}
 
 
 def winograd(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
     """Return the accuracy over nouns: right nouns must be chosen, wrong nouns must not."""
     pairs = zip(questions, predictions, strict=True)
-    return {"accuracy": _mean((p == q.candidates[0]) == bool(q.answers) for q, p in pairs)}
+    return {"accuracy": fmean((p == q.candidates[0]) == bool(q.answers) for q, p in pairs)}
 
 
 def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
@@ -40,7 +41,7 @@ def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[s
     groups: dict[str, bool] = {}
     for question, is_right, is_predicted in zip(questions, right, predicted, strict=True):
         groups[question.group] = groups.get(question.group, True) and is_right == is_predicted
-    return {"f1a": _f1(right, predicted), "em": _mean(groups.values())}
+    return {"f1a": _f1(right, predicted), "em": fmean(groups.values())}
 
 
 def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
@@ -51,7 +52,7 @@ def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[st
         expected = [_words(answer) for answer in question.answers]
         f1.append(max((_token_f1(found, words) for words in expected), default=0.0))
         exact.append(found in expected)
-    return {"f1": _mean(f1), "em": _mean(exact)}
+    return {"f1": fmean(f1), "em": fmean(exact)}
 
 
 def generated(
@@ -60,11 +61,6 @@ def generated(
     """Return the named scores of `score` for answers that are generated."""
     scores = score(predictions, [question.answers[0] for question in questions])
     return {name: scores[name] for name in names}
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
 
 
 def _f1(right: Sequence[bool], predicted: Sequence[bool]) -> float:

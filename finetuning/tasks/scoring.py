@@ -20,7 +20,6 @@ from finetuning.progress import progress_bar
 from finetuning.tasks.question import Question
 from finetuning.tasks.tasks import Task
 
-_NO_LIMIT = 2**31
 # Maximum number of texts generated together; more would only add padding.
 _TEXTS_AT_ONCE = 64
 
@@ -128,7 +127,7 @@ def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[C
         for question in questions
         for text in question.candidates
     ]
-    examples, _ = tokenize(rows, tokenizer, _NO_LIMIT)
+    examples, _ = tokenize(rows, tokenizer)
     marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
     found = iter(examples)
     return [

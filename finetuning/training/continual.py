@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
-from finetuning.training.penalty import Penalty, norm
+from finetuning.training.penalty import Penalty
 
 Jacobian = Literal["mean-absolute", "mean-gradient"]
 Sum = Literal["all", "tensor"]
@@ -104,7 +105,7 @@ class ContinualPenalty(Penalty):
             for slope, j, change in zip(slopes, self._importance, self._changes(), strict=True)
         ]
         if self._share:
-            pull, loss = torch.stack([norm(gradients), self._norm_of_loss()]).tolist()
+            pull, loss = torch.stack([get_total_norm(gradients), self._norm_of_loss()]).tolist()
             self.weight = self._share / (1 - self._share) * loss / pull if pull else 0.0
         return [self.weight * gradient for gradient in gradients]
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.nn.utils import get_total_norm
 
 
 class Penalty(ABC):
@@ -44,7 +45,7 @@ class Penalty(ABC):
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """
         gradients = self._gradients()
-        ours, theirs = torch.stack([norm(gradients), self._norm_of_loss()]).tolist()
+        ours, theirs = torch.stack([get_total_norm(gradients), self._norm_of_loss()]).tolist()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -58,9 +59,4 @@ class Penalty(ABC):
 
     def _norm_of_loss(self) -> torch.Tensor:
         """Return the norm of the loss's gradient."""
-        return norm([w.grad for w in self._parameters if w.grad is not None])
-
-
-def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the joint norm of all gradients, without waiting for the device."""
-    return torch.nn.utils.get_total_norm(gradients)
+        return get_total_norm([w.grad for w in self._parameters if w.grad is not None])

@@ -109,13 +109,11 @@ def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict
     finite = norms.isfinite()
     scales = torch.where(finite, (row_norm / norms).clamp(max=1), 0)
     return {
-        name: torch.einsum("r,r...->...", scales.to(g), g.where(_like(finite, g), 0))
+        name: torch.einsum(
+            "r,r...->...", scales.to(g), g.where(finite.view(-1, *[1] * (g.ndim - 1)), 0)
+        )
         for name, g in gradients.items()
     }
-
-
-def _like(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return rows.view(-1, *[1] * (values.ndim - 1))
 
 
 def poisson_steps(

@@ -5,8 +5,9 @@ adapter just received.
 """
 
 import torch
+from torch.nn.utils import get_total_norm
 
-from finetuning.training.penalty import Penalty, norm
+from finetuning.training.penalty import Penalty
 
 
 class ProximalPenalty(Penalty):
@@ -15,7 +16,7 @@ class ProximalPenalty(Penalty):
     @torch.no_grad()
     def distance(self) -> float:
         """Return ‖W − Ŵ‖."""
-        return float(norm(list(self._changes())))
+        return float(get_total_norm(self._changes()))
 
     def value(self) -> float:
         """Return μ/2 · ‖W − Ŵ‖²."""

@@ -15,7 +15,7 @@ from finetuning.model.output_head import (
     target_log_probabilities,
     target_loss,
 )
-from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
+from finetuning.randomness import derive_seed, drawing_from, generator_lock
 from finetuning.training.optimization import squared_norm
 from split.client.remote_body import RemoteBody
 from split.lane.lane import Lane
@@ -230,7 +230,7 @@ class SplitModel:
 
 
 def _backward_head(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    with drawing_nothing_new():
+    with generator_lock:
         gradient = to_device(gradient, output.device, output.dtype)
         output.backward(gradient)  # type: ignore[no-untyped-call]
 

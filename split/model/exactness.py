@@ -34,7 +34,7 @@ _NEW_TOKENS = 4
 _ROUNDING = 1e-4
 
 
-@one_at_a_time
+@one_at_a_time()
 def check_exactness(
     directory: Path,
     settings: ModelSettings,

@@ -143,7 +143,7 @@ def _files(directory: Path) -> Mapping[str, Any]:
     return Checkpoint(directory).files
 
 
-@one_at_a_time
+@one_at_a_time()
 def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
     """Load a part with ``transformers`` from tensors that are read on demand."""
     try:

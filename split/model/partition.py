@@ -86,7 +86,7 @@ def partition_of(directory: Path, settings: SplitSettings) -> Partition:
     return Partition(blocks, settings.head_blocks, settings.tail_blocks)
 
 
-@one_at_a_time
+@one_at_a_time()
 def outline(directory: Path) -> Any:
     """Build a checkpoint's causal language model without memory for its weights.
 

@@ -7,7 +7,7 @@ import torch
 
 from finetuning.adapters.adapter import State, load_state
 from finetuning.devices import to_device
-from finetuning.randomness import derive_seed, drawing_from, drawing_nothing_new
+from finetuning.randomness import derive_seed, drawing_from, generator_lock
 from finetuning.settings import AdapterSettings, TrainSettings
 from finetuning.training.optimization import (
     OptimizerState,
@@ -77,7 +77,7 @@ class BodyAdapters:
         if activations.output.requires_grad:
             self._body.use(self.name)
             self._body.train(True)
-            with drawing_nothing_new():
+            with generator_lock:
                 output = activations.output
                 gradient = to_device(gradient, output.device, output.dtype)
                 output.backward(gradient)  # type: ignore[no-untyped-call]
