@@ -21,8 +21,8 @@ fails if the first losses of client-batch and the whole model differ by more tha
 ``--size tiny --device cpu`` tests the program without a GPU; its figures are meaningless.
 """
 
-import argparse
 import os
+from argparse import Namespace
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import RATIOS, WARM_UP, Worker, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, Worker, command, make_table, ratios, show
 from bench.job import Job, random_job
 from bench.local_training import LONGEST, compare, table_of
 from bench.parties import Split, Whole, alternate
@@ -97,7 +97,7 @@ def measure_local(title: str, job: Job) -> None:
     show(f"local training on {job.client_device}", table)
 
 
-def run(size: str, arguments: argparse.Namespace) -> None:
+def run(size: str, arguments: Namespace) -> None:
     """Measure one size for all types of weights, numbers of clients and schedules."""
     shape = replace(SIZES[size], rows=1, columns=arguments.columns)
     steps, devices = WARM_UP + arguments.pairs, devices_of(arguments.device)
@@ -117,7 +117,7 @@ def run(size: str, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure all sizes, one after another."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["1b", "3b", "7b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="*", default=SCHEDULES)

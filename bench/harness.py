@@ -27,7 +27,7 @@ _made: list[Any] = []  # in a worker's process, the object that it has made
 
 
 class Worker:
-    """A process with one torch thread; used in a ``with`` statement, at whose end it is killed.
+    """A process with one torch thread, for a ``with`` statement, which kills it at the end.
 
     The process makes an object, and calls its methods one after another. It is bound to
     its cores before it starts any thread. Between calls, it uses no processor time.
@@ -130,7 +130,7 @@ def wait_for_gpus() -> None:
 
 
 def gpu_bytes(peak: bool = True) -> int:
-    """Return the peak of this process's GPU memory, or what it has now and reset the peak."""
+    """Return this process's peak GPU memory or, without ``peak``, reset it and return the use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     numbers = range(torch.cuda.device_count())
@@ -158,7 +158,7 @@ def ratios(one: Side, other: Side) -> list[str]:
 
 
 def command(doc: str | None) -> ArgumentParser:
-    """Return a parser of a measurement's arguments; ``doc`` is the docstring of its module."""
+    """Return a parser for a measurement's arguments; ``doc`` is the docstring of its module."""
     return ArgumentParser(description=(doc or "").splitlines()[0])
 
 

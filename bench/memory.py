@@ -10,16 +10,14 @@ transit, gRPC, and memory that the allocator does not return.
 schedule and the same ``split.activation_budget``, which suffices for two micro-batches, each in a
 fresh process. The clients are threads of another process.
 
-glibc 2.36 leaves the heap nearly half empty, since it never puts an aligned block into a gap of
-exactly its size, and each thread keeps some memory. Everything is measured with this *default*, and
-again *mapped*: each block of 1 MiB or more is mapped separately, and all threads share two heaps.
+Everything is measured with glibc's *default* settings, with which glibc 2.36 leaves the heap nearly
+half empty, and again *mapped*: each block of 1 MiB or more is mapped separately, and all threads
+share two heaps.
 """
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-
-from rich.table import Table
 
 from bench.harness import Worker, command, make_table, show
 from bench.job import Course, Job, join, load_body, load_ends, open_model, random_job
@@ -36,7 +34,6 @@ _LANES = 8
 _ROOM = 2  # number of micro-batches within the activation budget
 _STEPS = 2
 _TARGETS_AT_ONCE = 256  # number of targets of a micro-batch, whose logits are one chunk
-_MEGABYTE = 1e6
 # Environment variables, keyed by the allocator's name in the tables.
 _ALLOCATORS = {
     "default": {},
@@ -115,22 +112,6 @@ def server_memory(job: Job, miniature: Job, cores: set[int], lanes: int) -> dict
     return measured
 
 
-def add_client(table: Table, name: str, measured: dict[str, int], logits: int) -> None:
-    """Add a row with a client's memory."""
-    needed = measured["layers"] + measured["activations"] + logits
-    values = (measured["layers"], measured["activations"], logits, measured["loading"])
-    loading, peak = measured["loading"] / measured["layers"], measured["peak"] / needed
-    cells = (f"{value / _MEGABYTE:.1f}" for value in (*values, measured["peak"]))
-    table.add_row(name, *cells, f"{loading:.3f}", f"{peak:.3f}")
-
-
-def add_servers(table: Table, name: str, measured: dict[int, dict[str, int]]) -> None:
-    """Add a row for each number of lanes with the server's memory."""
-    for lanes, own in measured.items():
-        cells = (f"{own[key] / _MEGABYTE:.1f}" for key in ("layers", "loading", "peak"))
-        table.add_row(name, str(lanes), *cells, f"{own['peak'] / measured[1]['peak']:.3f}")
-
-
 def main() -> None:
     """Measure a client, and the server with one lane and with eight, for both allocators."""
     command(__doc__).parse_args()
@@ -152,9 +133,16 @@ def main() -> None:
         )
         for name, variables in _ALLOCATORS.items():
             os.environ |= variables  # processes inherit these variables
-            add_client(clients, name, client_memory(client, miniature, cores), logits)
+            own = client_memory(client, miniature, cores) | {"logits": logits}
+            keys = ("layers", "activations", "logits", "loading", "peak")
+            ratio = own["peak"] / (own["layers"] + own["activations"] + logits)
+            cells = [f"{own[key] / 1e6:.1f}" for key in keys]
+            cells += [f"{own['loading'] / own['layers']:.3f}", f"{ratio:.3f}"]
+            clients.add_row(name, *cells)
             both = {lanes: server_memory(server, miniature, cores, lanes) for lanes in (1, _LANES)}
-            add_servers(servers, name, both)
+            for lanes, own in both.items():
+                cells = [f"{own[key] / 1e6:.1f}" for key in ("layers", "loading", "peak")]
+                servers.add_row(name, str(lanes), *cells, f"{own['peak'] / both[1]['peak']:.3f}")
     show(f"{os.confstr('CS_GNU_LIBC_VERSION')}", clients, servers)
 
 

@@ -8,9 +8,10 @@ A page of ``docs/`` shows a record between two comments, the first of which name
 command replaces the text between the comments; a test fails if it differs from the record.
 """
 
-import argparse
 import re
 from pathlib import Path
+
+from bench.harness import command
 
 DOCS = Path(__file__).parent.parent / "docs"
 _PART = re.compile(r"(<!-- (recorded/[\w/-]+\.md) -->\n).*?(<!-- until here -->)", re.DOTALL)
@@ -27,9 +28,7 @@ def filled(page: str) -> str:
 
 def main() -> None:
     """Update the records that the pages of ``docs/`` show."""
-    argparse.ArgumentParser(
-        prog="python -m bench.pages", description=(__doc__ or "").splitlines()[0]
-    ).parse_args()
+    command(__doc__).parse_args()
     for file in DOCS.glob("*.md"):
         page = file.read_text(encoding="utf-8")
         file.write_text(filled(page), encoding="utf-8")

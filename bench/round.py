@@ -103,7 +103,7 @@ def _write_data(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
         for part, count in _ROWS.items():
             rows = examples(style=name, count=count, seed=0, split=part)  # type: ignore[arg-type]
-            lines = [json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows]
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             (folder / name / f"{part}.jsonl").write_text("".join(lines))
 
 

@@ -77,7 +77,7 @@ def to_host(
 
 
 def memory_problem(error: RuntimeError, remedy: str) -> str:
-    """Return what didn't fit, where, and the remedy; omit the processes that CUDA's text lists."""
+    """Return what didn't fit, where, and the remedy, without the processes that CUDA lists."""
     found = str(error).split(". ")
     return f"out of memory: {'. '.join(found[1:3] or found).rstrip('.')}; {remedy}"
 

@@ -46,7 +46,7 @@ class ModelSettings(Section):
         "none", description="Quantisation of the frozen weights by bitsandbytes."
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: slower, but less memory."
+        False, description="Recompute activations in the backward pass to save memory; slower."
     )
 
 

@@ -7,7 +7,6 @@ read the file. With ``--document``, a record of all cells, the tables and the pi
 to the named folder; ``python -m bench.pages`` then puts the tables into ``attack.md``.
 """
 
-import argparse
 import json
 import time
 from dataclasses import asdict
@@ -21,14 +20,15 @@ from bench.attack.cells import Cell, Sizes, cells_of
 from bench.attack.measuring import Attacked
 from bench.attack.report import tables, write_results
 from bench.attack.texts import GENERATED, generated_texts, texts_in
-from finetuning.files import replacing
+from bench.harness import command
+from finetuning.files import write_json
 from finetuning.model.base_model import load_tokenizer, locate
 from finetuning.model.fingerprint import digest, fingerprint
 
 
 def main() -> None:
     """Measure the missing cells, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--model", default="tiny", help="base model, as in model.name")
     parser.add_argument(
         "--data",
@@ -86,8 +86,7 @@ def _measured(cell: Cell, attacked: Attacked, file: Path, settings: dict[str, An
     seconds = time.perf_counter() - started
     print(f"{file.stem}: {seconds:.1f} s", flush=True)
     measured = asdict(cell) | {"result": result, "seconds": round(seconds, 1)}
-    with replacing(file) as aside:
-        aside.write_text(json.dumps({"settings": settings, "cell": measured}))
+    write_json(file, {"settings": settings, "cell": measured})
     return measured
 
 

@@ -15,9 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 DecoderKind = Literal["linear", "transformer"]
-_HEADS = 4
 _MAX_COLUMNS = 256
-_MAXIMUM_NORM = 1.0
 _ROWS = 16  # number of texts per optimizer step
 _WIDTH = 256  # hidden size of the Transformer block
 _LEARNING_RATE = 2e-3  # initial rate of AdamW; it decreases linearly to zero
@@ -47,7 +45,7 @@ class Decoder(nn.Module):
         nn.init.normal_(self._positions.weight, std=0.02)
         self._block = nn.TransformerEncoderLayer(
             d_model=_WIDTH,
-            nhead=_HEADS,
+            nhead=4,
             dim_feedforward=2 * _WIDTH,
             dropout=0.0,
             activation="gelu",
@@ -103,7 +101,7 @@ def train_decoder(
         labels = torch.searchsorted(vocabulary, tokens[~padding])
         loss = cross_entropy(decoder(inputs, padding)[~padding], labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(decoder.parameters(), _MAXIMUM_NORM)
+        nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

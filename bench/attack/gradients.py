@@ -57,7 +57,11 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
     matrix = tail.model.get_output_embeddings().weight.detach().float()
     given = sent.given[None].clone().requires_grad_()
     output = tail(given, Padding("right", torch.tensor([given.shape[1]])))
-    probable = _probable_rows(tail, output.detach()[0, sent.positions], matrix)
+    with torch.no_grad():
+        chosen = output.detach()[:, sent.positions]
+        logits = tail.output_head(inputs_embeds=chosen, use_cache=False).logits[0]
+    # Means of the matrix's rows, weighted by the predicted probabilities.
+    probable = logits.float().softmax(-1) @ matrix
     # Gradient of the loss with respect to the tail's output, for the labels known so far.
     known = torch.zeros_like(output)
     positions = [int(position) for position in sent.positions[-count:]]
@@ -72,14 +76,6 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
         known[0, position] -= sent.scale * matrix[label]
         labels.append(label)
     return torch.tensor(labels[::-1])
-
-
-def _probable_rows(tail: Part, output: Tensor, matrix: Tensor) -> Tensor:
-    """Return the mean of the matrix's rows, weighted by the predicted probabilities."""
-    with torch.no_grad():
-        logits = tail.output_head(inputs_embeds=output[None], use_cache=False).logits[0]
-        rows: Tensor = logits.float().softmax(-1) @ matrix
-        return rows
 
 
 class _Before:

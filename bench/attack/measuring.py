@@ -15,10 +15,10 @@ from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.optimisation import invert
 from bench.attack.public_head import PublicHead
 from bench.attack.texts import Texts
+from bench.job import FLOAT32
 from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import collate
 from finetuning.evaluation.scoring import score
-from finetuning.settings import ModelSettings
 from split.model.adapters import take_apart
 from split.model.loading import load_parts
 from split.model.part import Part
@@ -26,7 +26,6 @@ from split.model.partition import PartyName, partition_of
 from split.protocol.frames import Padding
 from split.settings import SplitSettings
 
-_FLOAT32 = ModelSettings(dtype="float32")
 _SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
 # Maximum number of candidates if the head has an adapter, because then none ends a search early.
 _MAX_WITHOUT_ADAPTER = 64
@@ -60,7 +59,10 @@ class Attacked:
         )
         hidden = [row[self._texts.known :] for row in outputs]
         if cell.attack == "search":
-            found = self._searched(cell, hidden)
+            search = self._search(cell.head_blocks)
+            most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
+            received = as_received(hidden, cell.wire, cell.noise)
+            found = [search.read(row, cell.wire, cell.noise, most) for row in received]
         elif cell.attack == "optimisation":
             found = invert(
                 head=self._head(cell.head_blocks, None),
@@ -72,13 +74,6 @@ class Attacked:
         else:
             found = self._decoded(cell, hidden, cell.attack)
         return self._scores(found, [row[self._texts.known :] for row in rows])
-
-    def _searched(self, cell: Cell, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Reconstruct the attacked texts by searching for tokens with the public head."""
-        search = self._search(cell.head_blocks)
-        most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
-        received = as_received(hidden, cell.wire, cell.noise)
-        return [search.read(row, cell.wire, cell.noise, most) for row in received]
 
     def _decoded(self, cell: Cell, hidden: Sequence[Tensor], kind: DecoderKind) -> list[Tensor]:
         """Train a decoder on the colluding client, and reconstruct the attacked texts with it."""
@@ -146,7 +141,7 @@ class Attacked:
     ) -> dict[PartyName, Part]:
         split = SplitSettings(head_blocks=head_blocks, tail_blocks=tail_blocks)
         partition = partition_of(self._directory, split)
-        parts = load_parts(_FLOAT32, self._directory, partition, parties)
+        parts = load_parts(FLOAT32, self._directory, partition, parties)
         for part in parts.values():
             part.train(False)
         return parts

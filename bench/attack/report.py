@@ -148,7 +148,7 @@ def _from_gradients(record: Record) -> str:
 
 
 def _first(record: Record) -> str:
-    """Return the name of the texts that all attacks are made on."""
+    """Return the name of the texts on which all attacks are run."""
     return str(next(iter(record["covered"])))
 
 

@@ -105,7 +105,7 @@ def merged_card(
     quantised = (
         ""
         if quantization == "none"
-        else f"- Trained on weights quantised to {quantization}, merged into the checkpoint's own\n"
+        else f"- Trained on weights quantised to {quantization}, but merged into unquantised ones\n"
     )
     held_out = ""
     if losses:

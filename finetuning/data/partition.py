@@ -97,6 +97,6 @@ def _by_dirichlet(
         if all(len(group) for group in groups):
             return groups
     raise DataError(
-        f"with data.dirichlet-alpha = {alpha}, one of {parts} clients has no rows in each of "
-        f"{_DIRICHLET_DRAWS} draws; raise data.dirichlet-alpha"
+        f"with data.dirichlet-alpha = {alpha}, each of {_DIRICHLET_DRAWS} draws left at least one "
+        f"of {parts} clients without rows; raise data.dirichlet-alpha"
     )

@@ -31,22 +31,15 @@ def questions(matters: Sequence[str], count: int, seed: int, split: Split) -> li
     No combination of surname and matter occurs in both splits.
     """
     draw = Random(f"questions {split} {seed}")
-    rows: dict[str, dict[str, str]] = {}
-    while len(rows) < count:
-        row = _row(draw, matters[len(rows) % len(matters)], split)
-        rows.setdefault(row["input"], row)
-    return list(rows.values())
-
-
-def _row(draw: Random, matter: str, split: Split) -> dict[str, str]:
-    case, choice = _TEXTS["matters"][matter], draw.choice
-    _, surname = facts_in_split(draw, split, "matters", (matter,), WORDS["surnames"])
-    name, town = f"{choice(WORDS['first_names'])} {surname}", choice(WORDS["towns"])
-    return {
-        "instruction": "",
-        "input": choice(case["questions"]).format(name=name, town=town),
-        "output": _TEXTS["answer"].format(**case),
-    }
+    answers: dict[str, str] = {}
+    while len(answers) < count:
+        matter = matters[len(answers) % len(matters)]
+        case = _TEXTS["matters"][matter]
+        _, surname = facts_in_split(draw, split, "matters", (matter,), WORDS["surnames"])
+        name, town = f"{draw.choice(WORDS['first_names'])} {surname}", draw.choice(WORDS["towns"])
+        question = draw.choice(case["questions"]).format(name=name, town=town)
+        answers.setdefault(question, _TEXTS["answer"].format(**case))
+    return [{"instruction": "", "input": q, "output": answer} for q, answer in answers.items()]
 
 
 def article(matter: str) -> int:

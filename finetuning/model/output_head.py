@@ -99,7 +99,7 @@ def add_target_gradient(
 ) -> torch.Tensor:
     """Compute `target_loss`, and add the gradient of ``scale`` times the loss to every ``.grad``.
 
-    The output head runs forward and backward in chunks, so that one chunk's logits exist at a time.
+    The output head runs forward and backward in chunks, so only one chunk's logits exist at a time.
     ``scale`` is a factor for the loss, or (targets,) factors for the targets' losses. The returned
     loss is detached and not scaled.
     """

@@ -20,7 +20,7 @@ _MAX_EXTRA = 2
 
 
 def trained_positions(directory: Path) -> float:
-    """Return the maximum positions of a row without loss of quality; inf without a limit."""
+    """Return the maximum length of a row, in positions, without loss of quality; inf: no limit."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()

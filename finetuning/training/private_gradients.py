@@ -52,11 +52,7 @@ class PrivateGradients:
         self._random_bytes = random_bytes
         of_a_row = sum(p.numel() * p.element_size() for p in parameters.values())
         self._rows_at_once = max(1, max_bytes // of_a_row)
-
-    @property
-    def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens."""
-        return self._model.columns_before
+        self.columns_before, self.clip = model.columns_before, model.clip
 
     @torch.no_grad()
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
@@ -90,10 +86,6 @@ class PrivateGradients:
         for name, clipped in clipped_sums(gradients, self._noise.row_norm).items():
             sums[name].add_(clipped)
         return loss
-
-    def clip(self, maximum: float) -> float:
-        """Scale the private gradient down to a norm (0: no limit); return the original norm."""
-        return self._model.clip(maximum)
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
