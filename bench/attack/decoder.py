@@ -1,9 +1,8 @@
 """A decoder that learns from a colluding client to read hidden states (FL-GLM section 4.3.3).
 
-It is trained on the colluding client's hidden states and texts, and then applied to another
-client's hidden states. As in the paper, the decoder is a linear layer, or a Transformer with one
-block that sees all hidden states of a text. Its output vocabulary is the colluding client's tokens,
-because it can't learn any other tokens.
+As in the paper, the decoder is a linear layer, or a Transformer with one block that sees all hidden
+states of a text. Its output vocabulary is the colluding client's tokens, because it can't learn any
+other tokens.
 """
 
 from collections.abc import Sequence

@@ -23,17 +23,14 @@ from finetuning.progress import progress_bar
 
 @dataclass(frozen=True)
 class TinyRecipe:
-    """All parameters of the tiny model.
-
-    The model is trained on neutral passages of about a hundred words, and on inputs of each style.
-    """
+    """All parameters of the tiny model and of its pre-training."""
 
     vocabulary: int = 2048
     hidden: int = 128
     blocks: int = 4
     heads: int = 4
-    passages: int = 4000
-    inputs: int = 2000
+    passages: int = 4000  # number of neutral passages, of about a hundred words each
+    inputs: int = 2000  # number of inputs of each style
     sequence_length: int = 128  # length of a sequence in tokens
     batch_size: int = 8
     steps: int = 500

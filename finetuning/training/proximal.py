@@ -1,8 +1,4 @@
-"""FedProx's proximal term (Li et al., MLSys 2020, equation 2).
-
-Local training adds μ/2 · ‖W − Ŵ‖² to the loss, where W are all adapter weights, and Ŵ is the global
-adapter just received.
-"""
+"""FedProx's proximal term (Li et al., MLSys 2020, equation 2)."""
 
 import torch
 from torch.nn.utils import get_total_norm
