@@ -25,6 +25,9 @@ class Status:
     With --coordinator, also show the free disk space for the SuperLink's database, and the address
     that has sent the most data to the SuperLink in the last hour.
 
+    With --serve, show the status on a page instead, at http://127.0.0.1:PORT, and in the format of
+    Prometheus, at /metrics.
+
     The exit status is 0 if the run is active or has completed, and 1 if it failed or was killed.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
@@ -34,6 +37,10 @@ class Status:
         Path | None, option("Folder with the SuperLink's database and the proxy's log.", "FOLDER")
     ] = None
 
+    serve: Annotated[int | None, option("Serve the status on this port of loopback.", "PORT")] = (
+        None
+    )
+
     def __call__(self) -> int:
         """Show the status once or, with ``--watch``, until the run ends."""
         directory = self.run
@@ -41,6 +48,11 @@ class Status:
         for name in ("config.json", "versions.json"):
             if not (directory / name).is_file():
                 raise CommandError(f"{directory} is not the folder of a run: it has no {name}")
+        if self.serve is not None:
+            from chambers.status_server import serve_status
+
+            serve_status(directory, self.coordinator, self.serve)
+            return 0
         from rich.console import Console
         from rich.live import Live
 

@@ -3,16 +3,29 @@
 import json
 import os
 import pty
+import shutil
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
+import httpx
 import pytest
 from flwr.app import Context, RecordDict
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from chambers.__main__ import main
-from federation.run_folder import METRICS, RunningError, is_running, running
+from chambers.status_server import application
+from federation.run_folder import (
+    METRICS,
+    RunningError,
+    RunStatus,
+    is_running,
+    running,
+    write_status,
+)
 from server_app.main import main as server_app
 from strategies.participants import TooFewClientsError
 from tests.chambers.conftest import ROOT, refused, write_run
@@ -212,3 +225,54 @@ def test_the_coordinator_s_disk_and_who_sends_most_to_it(coordinator, checkpoint
     assert "10.0.0.3 has sent the most data in the last 1 min: 4" in status(*words)[1]
     log.write_text("")
     assert "no address has sent anything in the last hour" in status(*words)[1]
+
+
+def test_the_status_over_http(run_folder, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(run_folder, directory)
+    events = [
+        {"event": "train", "round": 2, "client": 'a"b', "loss": 1.5, "tokens": 30, "seconds": 2.0},
+        {"event": "evaluate", "round": 1, "client": "alpha", "model": "global", "loss": 2.5},
+        {"event": "evaluate", "round": 2, "client": "alpha", "model": "global", "loss": 2.25},
+        *(
+            {"event": "lane", "round": r, "client": "alpha", "purpose": "train", "bytes_up": 10}
+            for r in (1, 2)
+        ),
+    ]
+    (directory / METRICS).write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_status(
+        directory, RunStatus(phase="training", round=2, rounds=3, left_out={"beta": "late"})
+    )
+    with TestClient(application(directory, None), base_url="http://127.0.0.1") as client:
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        found = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
+        expected = {
+            ("chambers_active",): 0,
+            ("chambers_round",): 2,
+            ("chambers_clients_left_out",): 1,
+            ("chambers_training_loss", 'a"b'): 1.5,
+            ("chambers_held_out_loss", "alpha", "global"): 2.25,
+            ("chambers_lane_bytes_up", "alpha"): 20,
+        }
+        assert {key: found[key] for key in expected} == expected
+        page = client.get("/")
+        assert "mean held-out loss global 2.250" in page.text
+        assert page.headers["refresh"] == "2"
+        assert client.get("/metrics", headers={"Host": "example.org"}).status_code == 400
+        (directory / METRICS).write_text("{}\n{}\n")
+        assert "line 1" in client.get("/metrics").text
+
+
+def test_serve_says_where_and_ends_at_a_signal(run_folder):
+    command = [sys.executable, "-m", "chambers", "status", run_folder, "--serve", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        url = process.stdout.readline().split()[2].rstrip(",")
+        assert "chambers_rounds" in httpx.get(f"{url}/metrics").text
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_a_port_that_can_t_be_used_is_refused(run_folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--serve {port}" in refused(capsys, "status", run_folder, "--serve", str(port))
