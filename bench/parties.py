@@ -170,8 +170,7 @@ class Training:
         list(self._threads.map(SplitModel.end, self._models))
         self._lanes.close()
         return [
-            asdict(model.lane.traffic)
-            | {"seconds_computing": course.computing, "seconds_waiting": model.seconds_waiting}
+            asdict(model.lane.traffic) | {"seconds_computing": course.computing}
             for model, course in zip(self._models, self._courses, strict=True)
         ]
 

@@ -86,7 +86,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         "bytes-up": traffic.bytes_up,
         "bytes-down": traffic.bytes_down,
         "lanes": model.lane.opened,
-        "seconds-waiting": model.seconds_waiting,
+        "seconds-waiting": traffic.seconds_waiting,
         "seconds-crypto": traffic.seconds_crypto,
         "seconds-serialisation": traffic.seconds_serialisation,
     }

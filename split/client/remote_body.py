@@ -27,7 +27,6 @@ class RemoteBody:
     def __init__(
         self, lane: Lane, frame_timeout: float, deadline: float | None, noise: float
     ) -> None:
-        self.seconds_waiting = 0.0  # time spent waiting for the server's frames
         self._lane = lane
         self._frame_timeout = frame_timeout
         self._deadline = deadline
@@ -37,18 +36,8 @@ class RemoteBody:
         self._average_every = 0
         self._until = 0.0  # time at which the round ends
 
-    def join(
-        self,
-        plan: RoundPlan,
-        longest: int,
-        deadline: float,
-        wants_gradient: bool,
-        average_every: int,
-    ) -> None:
-        """Begin a round of training; see `SplitModel.join`.
-
-        If ``wants_gradient``, the server returns the gradients with respect to the head's output.
-        """
+    def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int) -> None:
+        """Begin a round of training; see `SplitModel.join`."""
         self._step = 0
         self._average_every, self._until = average_every, deadline
         self._lane.send(
@@ -58,7 +47,7 @@ class RemoteBody:
                 "first_step": plan.first_step,
                 "total_steps": plan.total_steps,
                 "longest": longest,
-                "wants_gradient": wants_gradient,
+                "wants_gradient": plan.wants_gradient,
             },
         )
         # The server may first wait for other clients to join, for split.join-timeout at most.
@@ -210,8 +199,7 @@ class RemoteBody:
         Wait until the time ``until`` on ``time.monotonic``'s clock; None to wait for
         ``frame_timeout``. The index of the micro-batch is checked unless it is None.
         """
-        started = time.monotonic()
-        timeout = self._frame_timeout if until is None else max(0.0, until - started)
+        timeout = self._frame_timeout if until is None else max(0.0, until - time.monotonic())
         try:
             frame = self._lane.receive(timeout)
         except LaneTimeoutError:
@@ -219,8 +207,6 @@ class RemoteBody:
             raise LaneTimeoutError(
                 f"the block server sent nothing for {timeout:.0f} s ({setting})"
             ) from None
-        finally:
-            self.seconds_waiting += time.monotonic() - started
         if frame.kind not in (kind, also):
             raise LaneError(f"the server sent {frame.kind.name}; expected {kind.name}")
         step = self._step if kind in _OF_A_STEP else 0

@@ -1,6 +1,7 @@
 """A model whose middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,11 +69,6 @@ class SplitModel:
         """End-of-text tokens of the checkpoint."""
         return end_tokens(self._tail.model)
 
-    @property
-    def seconds_waiting(self) -> float:
-        """Time spent waiting for the server's frames."""
-        return self._body.seconds_waiting
-
     def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int = 0) -> None:
         """Begin a round of training, which ends at ``deadline`` on ``time.monotonic``'s clock.
 
@@ -80,13 +76,8 @@ class SplitModel:
         micro-batch has ``longest`` padded tokens, prefixes included. All parties' adapters are
         averaged after every ``average_every`` steps; 0 means never.
         """
-        self._body.join(
-            plan=plan,
-            longest=longest,
-            deadline=deadline,
-            wants_gradient=bool(self._head.trainable()),
-            average_every=average_every,
-        )
+        plan = replace(plan, wants_gradient=bool(self._head.trainable()))
+        self._body.join(plan, longest, deadline=deadline, average_every=average_every)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Select, by name, one of the server's models to evaluate.
