@@ -1,13 +1,13 @@
 """Open a lane to a block server, to train or evaluate a split model."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from split.client.split_model import SplitModel
 from split.lane.dialling import PATIENCE_SECONDS, open_lane
 from split.model.part import Part
 from split.model.partition import PartyName
-from split.protocol.frames import Kind, Limits, average_bytes
+from split.protocol.frames import Limits, average_bytes
 from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
@@ -41,15 +41,12 @@ def connect(
     Raises:
         LaneError: The block server can't be reached or refuses the handshake.
     """
-    payload_bytes = {}
-    if training and split.average_every:
-        weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
-        payload_bytes[Kind.AVERAGE] = average_bytes(weights)
+    weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
     limits = Limits(
         hidden=parts["head"].hidden_size,
         wire_dtype=split.wire_dtype,
         maximum_tokens=longest,
-        payload_bytes=payload_bytes,
+        average_bytes=average_bytes(weights) if training and split.average_every else 0,
         window=split.window,
     )
     lane = open_lane(
@@ -60,7 +57,7 @@ def connect(
         patience=patience,
         busy_until=busy_until,
     )
-    try:
+    with closing(lane):
         yield SplitModel(
             head=parts["head"],
             tail=parts["tail"],
@@ -69,5 +66,3 @@ def connect(
             deadline=deadline,
             noise=noise,
         )
-    finally:
-        lane.close()

@@ -319,7 +319,7 @@ class Lane:
             return self._end(PeerError(f"the other side gave up: {message}"))
         if frame.kind is Kind.CONFIRM:
             raise FrameError("received a second CONFIRM")
-        size = max(stream.opener.frame_bytes, frame.tensor_bytes) + frame.overhead_bytes
+        size = frame.memory_bytes(stream.opener.frame_bytes)
         while self._life.error is None and self._stream is stream:
             if self._inbox.has_room(size):
                 self._inbox.add(frame, size)

@@ -66,15 +66,12 @@ class Frame:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     fields: dict[str, Value] = field(default_factory=dict)
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of the tensors in memory. On the network, hidden states may have a smaller type."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Bytes of memory overhead, without the contents of tensors and fields."""
-        return _FRAME_BYTES + _TENSOR_BYTES * len(self.tensors) + _FIELD_BYTES * len(self.fields)
+    def memory_bytes(self, payload: int) -> int:
+        """Return the memory that the frame or its serialised ``payload`` bytes occupy at most."""
+        # The types of hidden states in memory and on the network may have different sizes.
+        content = max(payload, sum(tensor.nbytes for tensor in self.tensors.values()))
+        overhead = _TENSOR_BYTES * len(self.tensors) + _FIELD_BYTES * len(self.fields)
+        return content + _FRAME_BYTES + overhead
 
     def __repr__(self) -> str:
         """Describe the contents of the frame without values."""
@@ -101,15 +98,15 @@ class Padding:
 class Limits:
     """Limits on the frames of a lane, which both sides know before it is opened.
 
-    The default of ``payload_bytes`` is 64 KiB, except for ``AVERAGE``, which is not allowed by
-    default, and for ``HIDDEN`` and ``GRADIENT``, whose limit follows from ``maximum_tokens``. The
-    columns of these two are limited, because attention's time and memory grow with their square.
+    The limit on the payload of ``HIDDEN`` and ``GRADIENT`` follows from ``maximum_tokens``; that of
+    the other kinds except ``AVERAGE`` is 64 KiB. The columns of ``HIDDEN`` and ``GRADIENT`` are
+    limited, too, because attention's time and memory grow with their square.
     """
 
     hidden: int  # width of the hidden states
     wire_dtype: WireType  # type of hidden states and gradients, in both directions
     maximum_tokens: int  # maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame
-    payload_bytes: Mapping[Kind, int] = field(default_factory=dict)  # maximum payload by kind
+    average_bytes: int = 0  # maximum payload of ``AVERAGE`` frames; 0 allows none
     window: int = 4  # maximum number of micro-batches in flight
     maximum_columns: int | None = None  # None means ``maximum_tokens``
 
@@ -121,7 +118,7 @@ class Limits:
         acknowledged all answers except those of ``window`` micro-batches.
         """
         answers = 2 * (self.window + 1) * self.hidden_bytes
-        return answers + max(self.largest(Kind.AVERAGE), 4 * SMALL_PAYLOAD_BYTES)
+        return answers + max(self.average_bytes, 4 * SMALL_PAYLOAD_BYTES)
 
     @property
     def hidden_bytes(self) -> int:
@@ -139,7 +136,7 @@ class Limits:
             length = 4  # bytes for a row's length; each row has at least one token
             token = self.hidden * WIRE[self.wire_dtype].itemsize + scale + length
             return SMALL_PAYLOAD_BYTES + self.maximum_tokens * token
-        return self.payload_bytes.get(kind, 0 if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES)
+        return self.average_bytes if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES
 
     def check_bytes(self, kind: Kind, size: int) -> None:
         """Raise a FrameError if a payload is larger than the lane allows for this kind."""

@@ -223,7 +223,7 @@ class Outgoing:
     @property
     def kept_bytes(self) -> int:
         """Memory that the frame occupies until it is acknowledged."""
-        return max(self.size, self.frame.tensor_bytes) + self.frame.overhead_bytes
+        return self.frame.memory_bytes(self.size)
 
     def write(self) -> memoryview:
         """Return the payload: convert and copy the tensors into one buffer.

@@ -1,9 +1,9 @@
 """The block server, which runs the body for clients that train and evaluate models."""
 
-import itertools
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Self
 
 from finetuning.adapters.adapter import State
@@ -12,7 +12,7 @@ from finetuning.settings import AdapterSettings, TrainSettings
 from split.lane.lane import Lane
 from split.model.part import Part
 from split.model.partition import PartyName
-from split.protocol.frames import Kind, Limits, average_bytes
+from split.protocol.frames import Limits, average_bytes
 from split.protocol.tickets import Identity, Invitation
 from split.protocol.training import RoundLimits, RoundPlan
 from split.server.body_adapters import BodyAdapters
@@ -68,21 +68,14 @@ class BlockServer(Endpoint):
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
             maximum_tokens=longest,
-            payload_bytes={Kind.AVERAGE: average_bytes(client)} if split.average_every else {},
+            average_bytes=average_bytes(client) if split.average_every else 0,
             window=split.window,
             maximum_columns=columns,
         )
         super().__init__(split, limits)
-        numbers = itertools.count()
         self._schedule = make_schedule(
             split=split,
-            make_adapters=lambda: BodyAdapters(
-                body=body,
-                name=f"adapters-{next(numbers)}",
-                adapter=adapter,
-                train=train,
-                state=state["body"],
-            ),
+            make_adapters=partial(BodyAdapters, body, adapter, train, state["body"]),
             compute=self._compute,
             state=state,
             minimum=minimum,

@@ -38,23 +38,22 @@ class Activations:
 class BodyAdapters:
     """The body with one set of adapters. Only the compute thread uses it.
 
-    All sets of adapters share the frozen blocks, and each has a different name. ``state`` are the
-    initial weights of the adapters, keyed by name in the whole model.
+    All sets of adapters share the frozen blocks. ``state`` are the initial weights of the adapters,
+    keyed by name in the whole model.
     """
 
     def __init__(
         self,
         body: Part,
-        name: str,
         adapter: AdapterSettings,
         train: TrainSettings,
         state: Mapping[str, torch.Tensor],
     ) -> None:
-        self.name = name
+        self.name = f"adapters {id(self)}"
         self._body = body
         self._train = train
-        body.attach(adapter, name)
-        self.parameters = body.trainable(name)
+        body.attach(adapter, self.name)
+        self.parameters = body.trainable(self.name)
         self.load(state)
         self._optimizer = make_optimizer(self.parameters, train)
         self._rates: dict[int, Callable[[int], float]] = {}
@@ -143,10 +142,6 @@ class BodyAdapters:
         """Restore the state of the optimizer. With an empty state, create a new optimizer."""
         self._optimizer = make_optimizer(self.parameters, self._train)
         load_optimizer(self._optimizer, self.parameters, state)
-
-    def close(self) -> None:
-        """Remove the adapters from the body."""
-        self._body.remove(self.name)
 
 
 class SeparateTrainer:

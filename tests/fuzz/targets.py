@@ -81,7 +81,7 @@ TICKET, WRAPPED = b"<TICKET>", b"<WRAPPED>"
 
 
 def limits(wire):
-    return Limits(HIDDEN, wire, 32, {Kind.AVERAGE: 2**16})
+    return Limits(HIDDEN, wire, 32, average_bytes=2**16)
 
 
 @cache

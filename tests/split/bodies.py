@@ -36,10 +36,7 @@ def train_branches(body, adapter):
         body.remove("shapes")
         generator = torch.Generator().manual_seed(number)
         state = {n: 0.2 * torch.randn(s, generator=generator) for n, s in shapes.items()}
-        name = f"Dr. {number}"
-        branches.append(
-            BodyAdapters(body=body, name=name, adapter=adapter, train=TRAIN, state=state)
-        )
+        branches.append(BodyAdapters(body=body, adapter=adapter, train=TRAIN, state=state))
     for step, side in enumerate(["right", "left"]):
         graphs = [
             branch.forward(hidden, Padding(side, LENGTHS), 7 + step, True)
@@ -54,6 +51,6 @@ def train_branches(body, adapter):
             branch.step(step, 2)
     for branch in branches:
         results += [*branch.export().values(), *branch.export_optimizer().values()]
-        branch.close()
+        body.remove(branch.name)
     assert len(results) > 20
     return results

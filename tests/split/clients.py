@@ -109,7 +109,7 @@ class Client:
             hidden=self.ends["head"].hidden_size,
             wire_dtype=split.wire_dtype,
             maximum_tokens=LONGEST,
-            payload_bytes={Kind.AVERAGE: 2**20},  # hostile clients send it anyway
+            average_bytes=2**20,  # hostile clients send it anyway
             window=split.window,
         )
         deadline = time.monotonic() + 60

@@ -16,13 +16,13 @@ from split.lane.dialling import open_lane
 from split.lane.listening import LaneServer
 from split.lane.transport import METHOD, SERVICE, refusal_details
 from split.protocol.errors import HandshakeError, LaneError, LaneTimeoutError
-from split.protocol.frames import Kind, Limits
+from split.protocol.frames import Limits
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Invitation
 
 HYBRID = "ml-kem-768-x25519"
 HIDDEN = 64
-LIMITS = Limits(HIDDEN, "float32", 65536, {Kind.AVERAGE: 2**24})
+LIMITS = Limits(HIDDEN, "float32", 65536, average_bytes=2**24)
 COURT = Identity("run", 1, "court")
 SOON = 20.0  # seconds in which everything here has happened
 

@@ -10,7 +10,7 @@ HIDDEN = 256
 
 
 def limits(wire="float32", **more):
-    return Limits(HIDDEN, wire, 512, **({"payload_bytes": {Kind.AVERAGE: 2**24}} | more))
+    return Limits(HIDDEN, wire, 512, **({"average_bytes": 2**24} | more))
 
 
 def pack(frame, agreed):

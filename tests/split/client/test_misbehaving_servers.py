@@ -15,7 +15,7 @@ from split.protocol.training import RoundPlan
 from tests.split.clients import Client, draw, split_settings
 from tests.split.lanes import SOON, serving
 
-LIMITS = Limits(32, "float32", 200, {Kind.AVERAGE: 2**16})
+LIMITS = Limits(32, "float32", 200, average_bytes=2**16)
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,7 @@ def test_the_server_does_not_rely_on_the_clients_limits(server):
 
 def test_a_receiver_that_does_not_receive_holds_the_client_back():
     """Frames that come early are weighed, and the client waits; the order stays."""
-    limits = Limits(HIDDEN, "float32", 1000, {Kind.AVERAGE: 2**21}, window=1)
+    limits = Limits(HIDDEN, "float32", 1000, average_bytes=2**21, window=1)
     with serving(limits=limits) as server:
         client, lane = server.pair(limits=limits)
         sent = []
@@ -186,7 +186,7 @@ def test_nothing_of_an_ended_lane_s_streams_is_kept(server):
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 def test_a_client_that_does_not_read_loses_its_lane(wire):
     """The bound is one of memory, whatever the tensors take on the wire; what is honest fits."""
-    limits = Limits(HIDDEN, wire, 1000, {Kind.AVERAGE: 2**21}, window=1)
+    limits = Limits(HIDDEN, wire, 1000, average_bytes=2**21, window=1)
     answer = tokens(1, 1000)
     with serving(limits=limits) as server:
         client, lane = server.pair(limits=limits)

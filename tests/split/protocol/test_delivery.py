@@ -153,7 +153,7 @@ SMALL = {
 def test_small_frames_are_counted_with_the_memory_of_their_objects(what):
     """A frame of 40 bytes takes 700; of a tensor, PyTorch's part is not seen here."""
     shapes, fields = SMALL[what]
-    limits = Limits(8, "float32", 64, {Kind.AVERAGE: 2**20})
+    limits = Limits(8, "float32", 64, average_bytes=2**20)
     kind = Kind[what] if what.isupper() else Kind.AVERAGE
     delivery = Delivery()
     tracemalloc.start()

@@ -255,8 +255,8 @@ def test_the_receiver_wants_the_agreed_type():
 
 def test_a_payload_may_not_be_larger_than_agreed():
     exact = Frame(Kind.AVERAGE, tensors={"a": torch.zeros(218)})
-    assert round_trip(exact, limits(payload_bytes={Kind.AVERAGE: 1000})).tensors
-    small = limits(payload_bytes={Kind.AVERAGE: 1000})
+    assert round_trip(exact, limits(average_bytes=1000)).tensors
+    small = limits(average_bytes=1000)
     with pytest.raises(FrameError, match="at most 1000"):
         Outgoing(Frame(Kind.AVERAGE, tensors={"a": torch.zeros(300)}), small)
     with pytest.raises(FrameError, match="at most 1000"):

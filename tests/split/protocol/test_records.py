@@ -19,7 +19,7 @@ from split.protocol.records import (
 )
 
 UP, DOWN = bytes([0x44]) * 32, bytes([0x55]) * 32
-LIMITS = Limits(64, "float32", 65536, {Kind.AVERAGE: 8 * 2**20})
+LIMITS = Limits(64, "float32", 65536, average_bytes=8 * 2**20)
 
 
 def seal(sealer, frame, acknowledged=9):
@@ -154,9 +154,9 @@ def test_a_frame_may_not_be_left_unfinished():
 
 def test_a_frame_that_is_too_large_is_refused_before_anything_is_allocated(monkeypatch):
     sealed = seal(Sealer(UP), large())
-    exact = Limits(64, "float32", 65536, {Kind.AVERAGE: Outgoing(large(), LIMITS).size})
+    exact = Limits(64, "float32", 65536, average_bytes=Outgoing(large(), LIMITS).size)
     assert opened(Opener(UP, exact), sealed)
-    tight = Limits(64, "float32", 65536, {Kind.AVERAGE: 2**21})
+    tight = Limits(64, "float32", 65536, average_bytes=2**21)
 
     def fail(*_, **__):
         raise AssertionError("allocated")

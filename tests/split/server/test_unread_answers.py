@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetuning.data.batching import collate
-from split.protocol.frames import SMALL_PAYLOAD_BYTES, Kind, Limits
+from split.protocol.frames import Kind, Limits
 from split.server.block_server import BlockServer
 from tests.split.clients import LONGEST, STEPS, Client, draw, serving, split_settings
 from tests.split.hostile import Member, end_of_step, gradient, hidden, join
@@ -82,8 +82,7 @@ def max_cached_tokens(tokens: int, window: int) -> int:
         window: Maximum number of micro-batches in flight.
 
     """
-    average = {Kind.AVERAGE: SMALL_PAYLOAD_BYTES}
-    return Limits(WIDTH, "float32", tokens, average, window).queue_bytes
+    return Limits(WIDTH, "float32", tokens, window=window).queue_bytes
 
 
 def leave_unread(member: Member, count: int, **fields) -> int:
