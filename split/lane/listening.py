@@ -53,7 +53,7 @@ class LaneServer:
         keys: ServerKeys,
         limits: Limits,
         on_lane: Callable[[Lane], None],
-        maximum_lanes: int = 64,
+        maximum_lanes: int = 256,
         resume_timeout: float = 30.0,
         peers: PeerLimits | None = None,
     ) -> None:
@@ -89,12 +89,10 @@ class LaneServer:
         try:
             port = self._server.add_insecure_port(listen)
         except RuntimeError:
-            port = 0
-        if port == 0:
             raise OSError(
                 f"the block server can't listen on {listen}: the port is in use, or this machine "
                 "does not have that address; change split.listen"
-            )
+            ) from None
         self.address = f"{listen.rpartition(':')[0]}:{port}"
 
     def start(self) -> None:
@@ -160,8 +158,10 @@ class LaneServer:
             number, received = self._accept(used, stream)
             try:
                 yield stream.confirm(received)
-                _open_confirmation(stream, requests)
+                stream.open_confirmation(_next(requests))
                 return self._confirm(number, identity, stream), stream
+            except FrameError:
+                raise refused(Refusal.AUTHENTICATION) from None
             finally:
                 with self._lock:
                     if self._unconfirmed.get(number) is stream:
@@ -265,10 +265,3 @@ def _next(requests: Iterator[bytes]) -> bytes:
     if message is None:
         raise refused(Refusal.MALFORMED)
     return message
-
-
-def _open_confirmation(stream: Stream, requests: Iterator[bytes]) -> None:
-    try:
-        stream.open_confirmation(_next(requests))
-    except FrameError:
-        raise refused(Refusal.AUTHENTICATION) from None

@@ -28,11 +28,7 @@ class LaneSecrets:
 
 
 class KeySchedule:
-    """HKDF-SHA-256 over the three secrets of a handshake, 32 bytes each.
-
-    These are the X25519 secret of the two ephemeral shares, the secret that the client encrypted to
-    the server's key, and the ticket's secret.
-    """
+    """HKDF-SHA-256 over the X25519, the encrypted and the ticket's secret, 32 bytes each."""
 
     def __init__(self, shared: bytes, wrapped: bytes, ticket: bytes) -> None:
         self._secrets = shared + wrapped + ticket

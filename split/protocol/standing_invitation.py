@@ -16,8 +16,6 @@ from split.protocol.tickets import (
 )
 from split.settings import SplitSettings
 
-_ROUND = 0  # round number of all lanes opened with a standing invitation
-
 _Name = Annotated[str, Field(min_length=1, max_length=NAME_BYTES)]
 _Count = Annotated[int, Field(ge=0)]
 
@@ -70,7 +68,7 @@ class StandingInvitation(BaseModel):
             address=self.address,
             suite=self.suite,
             server_key=self.server_key,
-            identity=Identity(self.run, _ROUND, self.client),
+            identity=Identity(self.run, round=0, node=self.client),
             ticket=Ticket(self.ticket, self.secret),
         )
 

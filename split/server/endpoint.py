@@ -15,7 +15,6 @@ from split.server.session import Session, reason_of
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
-_MAX_LANES = 256
 
 
 class Endpoint(ABC):
@@ -34,7 +33,6 @@ class Endpoint(ABC):
             keys=self._keys,
             limits=limits,
             on_lane=self._serve,
-            maximum_lanes=_MAX_LANES,
             resume_timeout=split.resume_timeout,
         )
         self._compute = ComputeThread(split.activation_budget)
