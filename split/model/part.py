@@ -47,7 +47,7 @@ class Part:
         # Paths of placeholders for other parties' modules, which get no adapters.
         self._placeholders = [p for p, m in model.named_modules() if isinstance(m, nn.Identity)]
         self._peft_model: Any = None
-        # PEFT's name of each adapter. PEFT allows no dots in names, but client names may have some.
+        # PEFT's name of each adapter, because PEFT allows no dots in names.
         self._slots: dict[str, str] = {}
         self._attached = 0
         self._layers: list[Any] = []
@@ -92,8 +92,6 @@ class Part:
     @property
     def output_head(self) -> Any:
         """The module that computes logits from the tail's hidden states; see `output_head`."""
-        if self.party != "tail":
-            raise ValueError(f"the {self.party} has no output head; only the tail has one")
         return output_head(self.model)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Hidden states, (rows, columns, hidden), of texts to cache in at most ``tokens`` tokens."""
+    """Hidden states, (rows, columns, hidden), of texts whose cache needs ``tokens`` tokens."""
 
     step: int
     index: int
@@ -75,7 +75,6 @@ class State(Enum):
     CHOSEN = "JOIN, hidden states, or END"
     CACHED = "the next tokens or endings of the cached texts, new prompts, STEP, JOIN, or END"
     COMPLETE = "new prompts, STEP, JOIN, or END"
-    ENDED = "nothing"
 
 
 class Evaluation:
@@ -106,6 +105,7 @@ class Evaluation:
         self._longest = longest
         self._max_cached_tokens = max_cached_tokens
         self._model: str | None = None
+        self._prefix = 0  # prefix length of the selected model
         self._received = 0
         # Numbers of rows and columns of the prompts, of columns in the cache and in the last frame,
         # of new tokens, and of frames so far.
@@ -118,7 +118,6 @@ class Evaluation:
         Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
         """
         if frame.kind is Kind.END:
-            self.state = State.ENDED
             return None
         if frame.kind is Kind.JOIN:
             return self._choice(frame)
@@ -139,7 +138,7 @@ class Evaluation:
         if self.choosing or self._received > self.answered:
             raise ProtocolError("a model was chosen before all answers of the last model were sent")
         self.choosing = model != self._model
-        self._model, self.state = model, State.CHOSEN
+        self._model, self._prefix, self.state = model, self._models[model], State.CHOSEN
         return ModelChoice(model, is_new=self.choosing)
 
     def _hidden(self, frame: Frame) -> Event:
@@ -226,10 +225,6 @@ class Evaluation:
         self._frames += 1
         self.state = State.COMPLETE
         return CachedExtension(frame.step, frame.micro_batch, hidden, endings=each)
-
-    @property
-    def _prefix(self) -> int:
-        return self._models[self._model] if self._model is not None else 0
 
     def _tokens(self, rows: int, columns: int) -> int:
         """Return the number of padded tokens, prefixes included."""

@@ -99,9 +99,7 @@ class BlockServer(Endpoint):
         """
         self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
-        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed))
-        if own is not None:
-            self._schedule.begin_with(own)
+        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed, own))
 
     def invite_to_train(
         self,

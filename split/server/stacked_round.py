@@ -156,12 +156,11 @@ class StackedRound:
             gradients = {member: member.gradients.pop(stacked.index) for member in present}
             self._stacked.popleft()
             self._put_backward(stacked, gradients)
-        norms = {member: member.squared_norm for member in members}
+        norms = {m: m.squared_norm for m in members if m.squared_norm is not None}
         # A stacked micro-batch may still be queued even if all of its members have left.
-        if members and self._next and not self._stacked and None not in norms.values():
+        if members and self._next and not self._stacked and len(norms) == len(members):
             self._next = 0
-            present_norms = {m: norm for m, norm in norms.items() if norm is not None}
-            self._put(Priority.STEP, lambda: self._take_step(present_norms))
+            self._put(Priority.STEP, lambda: self._take_step(norms))
         self._note_waiting()
 
     def _note_waiting(self) -> None:

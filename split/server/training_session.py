@@ -15,7 +15,6 @@ from split.protocol.training import (
     OutputGradient,
     RoundLimits,
     RoundPlan,
-    State,
     StepEnd,
     TrainingRound,
 )
@@ -75,7 +74,7 @@ class TrainingSession(Session):
             self.lane.send(Kind.WELCOME, fields={"credits": self._round.credits})
             self.dispatch(self._round.receive, handlers)
             self._settle()
-            if self._round.state is not State.ENDED or super().waits():
+            if super().waits():
                 raise ProtocolError("the round ended before its last step was computed")
             self.lane.send(Kind.END)
             finished = True

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from finetuning.adapters.adapter import State
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
@@ -43,9 +44,11 @@ class ClientBatch(SharedAdapters):
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
         self._round: StackedRound
 
-    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
+    def begin_round(
+        self, weights: Mapping[str, float], keep_optimizers: bool, seed: int, own: State | None
+    ) -> None:
         """Prepare a round that the clients in ``weights`` may join."""
-        super().begin_round(weights, keep_optimizers, seed)
+        super().begin_round(weights, keep_optimizers, seed, own)
         with self._changed:
             self._barrier.begin(weights)
             self._round = StackedRound(

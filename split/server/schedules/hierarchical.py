@@ -19,11 +19,9 @@ from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.compute import ComputeThread
 from split.server.schedules.join_barrier import JoinBarrier
-from split.server.session import Session
+from split.server.session import POLL_SECONDS, Session
 from split.server.wait_budget import WaitBudget
 from split.settings import SplitSettings
-
-_POLL_SECONDS = 1.0
 
 
 class Hierarchical:
@@ -63,13 +61,21 @@ class Hierarchical:
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
 
-    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
-        """Load the global body adapters into the adapters of every client in ``weights``."""
+    def begin_round(
+        self, weights: Mapping[str, float], keep_optimizers: bool, seed: int, own: State | None
+    ) -> None:
+        """Load the global body adapters into the adapters of every client in ``weights``.
+
+        ``own`` are the adapters of the head and tail that all clients begin with; None if nothing
+        is averaged within the round.
+        """
         with self._changed:
             self._weights = dict(weights)
             self._keeps_optimizers = keep_optimizers
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
             self._common_body, self._scaled = self._global, {}
+            if own is not None:
+                self._common = own
             self._waits = WaitBudget()
             self._barrier.begin(weights)
         for client in weights:
@@ -77,10 +83,6 @@ class Hierarchical:
             adapters.load(self._global)
             if not keep_optimizers:
                 adapters.load_optimizer({})
-
-    def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Set the adapters of the head and tail that all clients begin the round with."""
-        self._common = dict(own)
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Add a client. If adapters are averaged within the round, wait for all clients to join.
@@ -145,7 +147,7 @@ class Hierarchical:
             while client not in self._averages and self._missing_at(step):
                 session.lane.check()
                 self._note_waiting()
-                self._changed.wait(_POLL_SECONDS)
+                self._changed.wait(POLL_SECONDS)
             if client not in self._averages:
                 gathered = self._gathered.pop(step)
                 self._note_waiting()

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-_POLL_SECONDS = 1.0
+from split.server.session import POLL_SECONDS
 
 
 class JoinBarrier:
@@ -53,7 +53,7 @@ class JoinBarrier:
             while not self._begun and not self._awaited <= self.joined:
                 if (left := end - time.monotonic()) <= 0:
                     break
-                self._changed.wait(min(left, _POLL_SECONDS))
+                self._changed.wait(min(left, POLL_SECONDS))
                 check()
             if not self._begun and len(self.joined) < self._minimum:
                 raise RuntimeError(self._too_few())

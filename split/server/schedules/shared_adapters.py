@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
-
 from finetuning.adapters.adapter import State
 from split.server.body_adapters import BodyAdapters
 from split.server.session import Session
@@ -18,13 +16,12 @@ class SharedAdapters:
     def __init__(self, adapters: BodyAdapters) -> None:
         self._adapters = adapters
 
-    def begin_round(self, weights: Mapping[str, float], keep_optimizers: bool, seed: int) -> None:
+    def begin_round(
+        self, weights: Mapping[str, float], keep_optimizers: bool, seed: int, own: State | None
+    ) -> None:
         """Begin a round, with a new optimizer unless ``keep_optimizers`` is true."""
         if not keep_optimizers:
             self._adapters.load_optimizer({})
-
-    def begin_with(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing, because the head and tail are not averaged within a round."""
 
     def average(self, session: Session, step: int, own: State) -> State:
         """Raise a RuntimeError, because clients have no separate adapters to average."""
