@@ -102,6 +102,4 @@ class AnsweredHandshakes:
                 yield
         finally:
             with self._lock:
-                self._taken[identity] -= 1
-                if not self._taken[identity]:
-                    del self._taken[identity]
+                self._taken -= Counter([identity])  # this also removes identities at 0

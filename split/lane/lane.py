@@ -171,9 +171,7 @@ class Lane:
         end = time.monotonic() + timeout
         with self._changed:
             while not self._inbox and self._life.error is None and time.monotonic() < end:
-                until = end
-                if self._stream is None:
-                    until = min(end, self._life.resume_by)
+                until = end if self._stream is not None else min(end, self._life.resume_by)
                 self._changed.wait(max(0.0, until - time.monotonic()))
                 self._expire()
             self._seconds_waiting += time.perf_counter() - started

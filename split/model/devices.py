@@ -55,7 +55,9 @@ def device_map(
             result[f"{container}.{name}"] = devices[0]
     blocks = dict(part.get_submodule(path).named_children())
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    numbers = spread(sizes, [_free_memory(device) for device in devices])
+    # Free bytes of each GPU; only tests have several CPUs.
+    room = [torch.cuda.mem_get_info(d)[0] if d.startswith("cuda") else 1 for d in devices]
+    numbers = spread(sizes, room)
     for name, number in zip(blocks, numbers, strict=True):
         result[f"{path}.{name}"] = devices[number]
     return result
@@ -88,8 +90,3 @@ def hand_over(model: Any, devices: Mapping[str, str]) -> None:
 
 def _sends_to(device: str) -> Callable[[Any, Any, Any], Any]:
     return lambda module, given, output: send_to_device(output, device)
-
-
-def _free_memory(device: str) -> int:
-    """Return the free bytes of a GPU; 1 for a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 1

@@ -5,6 +5,7 @@
 
 import struct
 from dataclasses import dataclass, field
+from io import BytesIO
 
 from split.protocol.errors import Refusal, refused
 from split.protocol.key_schedule import MAC_BYTES
@@ -65,21 +66,22 @@ def read_hello(message: bytes) -> Hello:
     check_prefix(message, 1)
     if len(message) > MAX_HELLO_BYTES:
         raise refused(Refusal.MALFORMED)
-    rest = _Bytes(message[PREFIX_BYTES:-MAC_BYTES])
-    number, round_ = _HELLO.unpack(rest.take(_HELLO.size))
+    rest = BytesIO(message[PREFIX_BYTES:-MAC_BYTES])
+    number, round_ = _HELLO.unpack(_take(rest, _HELLO.size))
     lengths = {SUITE_NUMBERS[suite]: length for suite, length in WRAPPED_BYTES.items()}
     if number not in lengths:
         raise refused(Refusal.SUITE)
-    run, node = rest.text(), rest.text()
+    run, node = _take_text(rest), _take_text(rest)
     hello = Hello(
         suite=number,
         identity=Identity(run, round_, node),
-        ticket=rest.take(IDENTIFIER_BYTES),
-        share=rest.take(SHARE_BYTES),
-        key=rest.take(KEY_IDENTIFIER_BYTES),
-        wrapped=rest.take(lengths[number]),
+        ticket=_take(rest, IDENTIFIER_BYTES),
+        share=_take(rest, SHARE_BYTES),
+        key=_take(rest, KEY_IDENTIFIER_BYTES),
+        wrapped=_take(rest, lengths[number]),
     )
-    rest.end()
+    if rest.read(1):
+        raise refused(Refusal.MALFORMED)
     return hello
 
 
@@ -99,28 +101,18 @@ def check_prefix(message: bytes, number: int) -> None:
         raise refused(Refusal.VERSION)
 
 
-class _Bytes:
-    """Reader of bytes that rejects the message if it has too few or too many bytes."""
+def _take(rest: BytesIO, count: int) -> bytes:
+    taken = rest.read(count)
+    if len(taken) < count:
+        raise refused(Refusal.MALFORMED)
+    return taken
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
 
-    def take(self, count: int) -> bytes:
-        if len(self._content) < count:
-            raise refused(Refusal.MALFORMED)
-        taken, self._content = self._content[:count], self._content[count:]
-        return taken
-
-    def text(self) -> str:
-        content = self.take(self.take(1)[0])
-        try:
-            text = content.decode()
-        except UnicodeDecodeError:
-            raise refused(Refusal.MALFORMED) from None
-        if not content:
-            raise refused(Refusal.MALFORMED)
-        return text
-
-    def end(self) -> None:
-        if self._content:
-            raise refused(Refusal.MALFORMED)
+def _take_text(rest: BytesIO) -> str:
+    (length,) = _take(rest, 1)
+    if not length:
+        raise refused(Refusal.MALFORMED)
+    try:
+        return _take(rest, length).decode()
+    except UnicodeDecodeError:
+        raise refused(Refusal.MALFORMED) from None

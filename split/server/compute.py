@@ -93,13 +93,12 @@ class ComputeThread:
     def put(self, job: Job) -> None:
         """Queue a job. The job fails if the thread has been stopped."""
         with self._changed:
-            stopping = self._stopping
-            if not stopping:
+            if not self._stopping:
                 job.queued = self._clock()
                 self._waiting.append(job)
                 self._changed.notify()
-        if stopping:
-            job.owner.failed(RuntimeError("the block server has stopped"))
+                return
+        job.owner.failed(RuntimeError("the block server has stopped"))
 
     def release(self, tokens: int) -> None:
         """Return tokens to the activation budget."""
