@@ -81,7 +81,8 @@ class SplitSettings(Section):
         "norm that it reports. Larger values are scaled down, and the log names the client.",
     )
     join_timeout: PositiveFloat = Field(
-        120.0, description="Seconds that clients training together wait for each other to join."
+        120.0,
+        description="Seconds for which clients that train together wait for each other to join.",
     )
     gather_timeout: PositiveFloat = Field(
         60.0,

@@ -67,8 +67,8 @@ class Frame:
     fields: dict[str, Value] = field(default_factory=dict)
 
     def memory_bytes(self, payload: int) -> int:
-        """Return the memory that the frame or its serialised ``payload`` bytes occupy at most."""
-        # The types of hidden states in memory and on the network may have different sizes.
+        """Return the frame's maximum memory in bytes; ``payload`` is its size on the network."""
+        # Hidden states may have types of different sizes in memory and on the network.
         content = max(payload, sum(tensor.nbytes for tensor in self.tensors.values()))
         overhead = _TENSOR_BYTES * len(self.tensors) + _FIELD_BYTES * len(self.fields)
         return content + _FRAME_BYTES + overhead
@@ -142,7 +142,7 @@ class Limits:
         """Raise a FrameError if a payload is larger than the lane allows for this kind."""
         most = self.largest(kind)
         if not most:
-            raise FrameError(f"received {kind.name}, but adapters are not averaged in a round")
+            raise FrameError(f"received {kind.name}, but adapters are not averaged within a round")
         if size > most:
             raise FrameError(f"a {kind.name} frame has {size} bytes; at most {most} were agreed on")
 
@@ -229,7 +229,7 @@ def check_name(name: str) -> None:
     """Raise a FrameError unless a name has 1 to 256 characters and is not reserved."""
     if not 1 <= len(name) <= _MAX_NAME_LENGTH or name == METADATA:
         raise FrameError(
-            f"a name in a frame must have 1 to {_MAX_NAME_LENGTH} characters, and not be {METADATA}"
+            f"a name in a frame must have 1 to {_MAX_NAME_LENGTH} characters and not be {METADATA}"
         )
 
 
