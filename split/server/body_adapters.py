@@ -1,5 +1,6 @@
 """A set of body adapters with its optimizer, and its training by a single client."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ class Activations:
     output: torch.Tensor  # output of the last block; its autograd graph references all activations
 
 
+_numbers = itertools.count()
+
+
 class BodyAdapters:
     """The body with one set of adapters. Only the compute thread uses it.
 
@@ -49,7 +53,7 @@ class BodyAdapters:
         train: TrainSettings,
         state: Mapping[str, torch.Tensor],
     ) -> None:
-        self.name = f"adapters {id(self)}"
+        self.name = f"adapters-{next(_numbers)}"
         self._body = body
         self._train = train
         body.attach(adapter, self.name)
