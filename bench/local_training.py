@@ -244,7 +244,7 @@ def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
 
 
 def table_of(title: str) -> Table:
-    """Return an empty table for the rows of `compare`, after the name of a configuration."""
+    """Return an empty table; a row is a configuration's name, and a row of `compare`."""
     names = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
     return make_table(title, *names)
 

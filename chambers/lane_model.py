@@ -41,10 +41,8 @@ class LaneModel:
     The client's parts have their adapters attached; ``adapters`` contains their weights,
     and ``chosen`` is the model's name at the server.
 
-    Raises:
-        CommandError: No server answers at the invitation's address.
-        LaneError: The server refuses the client.
-
+    Raise ``CommandError`` if no server answers at the invitation's address. Raise ``LaneError`` if
+    the server refuses the client.
     """
 
     def __init__(

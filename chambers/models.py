@@ -83,10 +83,9 @@ def check_length(
 
     ``longest`` is the prompt's number of tokens and its origin; at most ``new_tokens`` are added.
 
-    Raises:
-        BaseModelError: Prefix, prompt and new tokens exceed the positions of the base model.
-        CommandError: The same sum exceeds ``--batch-tokens`` or the block server's limits.
-
+    Raise ``BaseModelError`` if prefix, prompt and new tokens exceed the positions of the base
+    model. Raise ``CommandError`` if the same sum exceeds ``--batch-tokens`` or the block server's
+    limits.
     """
     tokens, origin = longest
     row = {"the prefix": source.columns_before} if source.columns_before else {}

@@ -87,7 +87,6 @@ class _Metrics(Collector):
 
 def _of_run(seen: Seen) -> Iterator[Metric]:
     status = seen.status
-    lanes = status.lanes
     for name, description, value in (
         ("active", "1 if a process is working on the run, else 0", seen.is_running),
         ("failed", "1 if the run has failed, else 0", status.phase == "failed"),
@@ -96,9 +95,6 @@ def _of_run(seen: Seen) -> Iterator[Metric]:
         ("clients_asked", "Clients that were sent a message in this phase", len(status.asked)),
         ("clients_replied", "Clients that have replied in this phase", len(status.replied)),
         ("clients_left_out", "Clients that were left out in this phase", len(status.left_out)),
-        ("lane_steps", "Optimizer steps of open lanes", sum(lane.steps for lane in lanes)),
-        ("lane_tokens", "Padded tokens of open lanes", sum(lane.tokens for lane in lanes)),
-        ("updated_seconds", "Unix time of the last change", status.updated),
         ("seconds_left", "Estimated remaining time", seen.seconds_left),
     ):
         if value is not None:
@@ -106,36 +102,24 @@ def _of_run(seen: Seen) -> Iterator[Metric]:
 
 
 def _of_clients(seen: Seen) -> Iterator[Metric]:
-    """Yield each client's last numbers, and totals of its lanes."""
-    trained = {e["client"]: e for e in seen.events if e["event"] == "train"}
-    for key, description in (
-        ("loss", "Mean training loss in the last round, in nats per token"),
-        ("tokens", "Tokens in the last round"),
-        ("seconds", "Seconds of training in the last round"),
+    """Yield each client's numbers: of the last round, or totals of its finished lanes."""
+    for event, key, description in (
+        ("train", "loss", "Mean training loss in the last round, in nats per token"),
+        ("train", "tokens", "Tokens in the last round"),
+        ("train", "seconds", "Seconds of training in the last round"),
+        ("evaluate", "loss", "Held-out loss of each model, in nats per token"),
+        ("lane", "bytes_up", "Bytes that the server has received"),
+        ("lane", "bytes_down", "Bytes that the server has sent"),
+        ("lane", "seconds_queued", "Seconds for which the client waited for the server"),
     ):
-        family = GaugeMetricFamily(f"chambers_training_{key}", description, labels=["client"])
-        for client, event in trained.items():
-            if event.get(key) is not None:
-                family.add_metric([client], event[key])
-        yield family
-    losses = GaugeMetricFamily(
-        "chambers_held_out_loss", "In nats per token", labels=["client", "model"]
-    )
-    evaluated = {(e["client"], e["model"]): e for e in seen.events if e["event"] == "evaluate"}
-    for labels, event in evaluated.items():
-        if event.get("loss") is not None:
-            losses.add_metric(labels, event["loss"])
-    yield losses
-    lanes = [event for event in seen.events if event["event"] == "lane"]
-    for key, description in (
-        ("bytes_up", "Bytes that the server has received over finished lanes"),
-        ("bytes_down", "Bytes that the server has sent over finished lanes"),
-        ("seconds_queued", "Seconds that finished lanes have waited for the server"),
-    ):
-        totals = dict.fromkeys((event["client"] for event in lanes), 0.0)
-        for event in lanes:
-            totals[event["client"]] += event.get(key, 0)
-        family = GaugeMetricFamily(f"chambers_lane_{key}", description, labels=["client"])
-        for client, total in totals.items():
-            family.add_metric([client], total)
+        labels = ["client", "model"] if event == "evaluate" else ["client"]
+        family = GaugeMetricFamily(f"chambers_{event}_{key}", description, labels=labels)
+        values = dict[tuple[str, ...], float]()
+        for each in seen.events:
+            if each["event"] == event and each.get(key) is not None:
+                names = tuple(each[label] for label in labels)
+                before = values.get(names, 0.0) if event == "lane" else 0.0
+                values[names] = before + each[key]
+        for names, value in values.items():
+            family.add_metric(names, value)
         yield family

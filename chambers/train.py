@@ -169,10 +169,9 @@ def count_clients(settings: Mapping[str, Any]) -> int:
 def check_inputs(config: RunConfig, clients: int) -> None:
     """Check the data, the initial adapter and the run to resume, before the run starts.
 
-    Raises:
-        CommandError: A file is missing or can't be used.
-        ConfigError: The run can't be resumed, or not with this config.
-        DataError: Rows are malformed; the message names files and lines.
+    Raise ``CommandError`` if a file is missing or can't be used. Raise ``ConfigError`` if the run
+    can't be resumed, or not with this config. Raise ``DataError`` if rows are malformed; the
+    message names files and lines.
     """
     if config.data.path:
         _check_data(config.data, clients)

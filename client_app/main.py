@@ -64,11 +64,10 @@ def answer(message: Message, context: Context) -> Message:
 def _ask_worker(path: Path, message: Message, context: Context) -> Message:
     """Send a message to the worker and wait for the reply.
 
-    Raises:
-        WorkerError: There is no worker, or it refused or could not receive the message.
-        WorkerEndedError: The worker ended after receiving the message.
-        FailedInWorkerError: The message's handler raised an exception.
-        TimeoutError: The worker didn't answer within the time that the server waits.
+    Raise ``WorkerError`` if there is no worker, or it refused or could not receive the message.
+    Raise ``WorkerEndedError`` if the worker ended after receiving the message. Raise
+    ``FailedInWorkerError`` if the message's handler raised an exception. Raise ``TimeoutError`` if
+    the worker didn't answer within the time that the server waits.
     """
     with connected_worker(path) as connection:
         try:

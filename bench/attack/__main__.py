@@ -3,8 +3,8 @@
 In the attack of FL-GLM section 4.3.3, a decoder is trained on a colluding client's hidden states
 and texts, and then applied to another client's hidden states. Other attacks use the public model.
 Each cell of the tables is stored as a file in the output folder; later runs with the same settings
-read the file. With ``--document``, a record of all cells, the tables and the pictures are written
-to the named folder; ``python -m bench.pages`` then puts the tables into ``attack.md``.
+read the file. With ``--document``, a record of all cells and the tables are written to the named
+folder; ``python -m bench.pages`` then puts the tables into ``attack.md``.
 """
 
 import json
@@ -39,7 +39,9 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))
-    parser.add_argument("--document", type=Path, help="folder for tables and plots, such as docs")
+    parser.add_argument(
+        "--document", type=Path, help="folder for the record and tables, such as docs"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()

@@ -2,11 +2,11 @@
 
 import readline  # noqa: F401 - edits and recalls lines that `input` reads
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 from chambers.endpoint.models import ModelsOptions
 from chambers.errors import CommandError
@@ -41,11 +41,11 @@ class Chat(ModelsOptions):
 
     def __call__(self) -> int:
         """Answer each line of standard input."""
+        temperature = _temperature(str(self.temperature))
         self.check_models()
         prompt = "> " if sys.stdin.isatty() else ""
         with self.answerer(batch_size=1, queue=len(self.adapters or []) + 1) as answerer:
-            chat = _Chat(answerer, [next(iter(answerer.sources))])
-            chat.set_temperature(str(self.temperature))
+            chat = _Chat(answerer, [next(iter(answerer.sources))], temperature)
             if prompt:
                 print(chat.help)
             while True:
@@ -62,16 +62,13 @@ class Chat(ModelsOptions):
                     print(error, file=sys.stderr)
 
 
-_Pieces: TypeAlias = "SimpleQueue[tuple[str, Piece | Exception]]"  # with the model's name
-
-
 @dataclass
 class _Chat:
     """A conversation with each of the selected models."""
 
     answerer: "Answerer"
     models: Sequence[str]  # names of the models that answer
-    temperature: float = 0.0
+    temperature: float
     # Turns with each model, in the form of a chat template.
     turns: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
@@ -86,27 +83,17 @@ class _Chat:
         if name == "/use" and words and {*words} <= self.answerer.sources.keys():
             self.models = [*dict.fromkeys(words)]
         elif name == "/temperature" and len(words) == 1:
-            self.set_temperature(words[0])
+            self.temperature = _temperature(words[0])
         elif name == "/new":
             self.turns.clear()
         else:
             raise CommandError(self.help)
 
-    def set_temperature(self, text: str) -> None:
-        """Set the temperature; raise ``CommandError`` unless it is a number from 0 to 2."""
-        try:
-            temperature = float(text)
-        except ValueError:
-            temperature = -1.0
-        if not 0 <= temperature <= 2:
-            raise CommandError(f"temperature {text}: must be a number from 0 to 2")
-        self.temperature = temperature
-
     def answer(self, question: str) -> None:
         """Print the models' answers; raise ``UserError`` if the question can't be answered."""
         from chambers.endpoint.answer_stream import Request
 
-        pieces: _Pieces = SimpleQueue()
+        pieces: SimpleQueue[tuple[str, Piece | Exception]] = SimpleQueue()  # with the model's name
         user = {"role": "user", "content": question}
         asked = {model: [*self.turns.get(model, []), user] for model in self.models}
         requests = []
@@ -120,48 +107,38 @@ class _Chat:
             requests.append(Request(model, prompt, longest, emit, self.temperature))
         for request in requests:
             self.answerer.submit(request)
-        texts = dict.fromkeys(self.models, "")
+        texts, unfinished = dict.fromkeys(self.models, ""), {*self.models}
         try:
-            with suppress(KeyboardInterrupt), _shown(texts) as show:
-                _receive(pieces, texts, show)
+            with suppress(KeyboardInterrupt):
+                while unfinished:
+                    model, piece = pieces.get()
+                    if isinstance(piece, Exception):
+                        known = isinstance(piece, UserError)
+                        raise piece if known else CommandError(f"the answer failed: {piece!r}")
+                    texts[model] += piece.text
+                    if len(texts) == 1:
+                        print(piece.text, end="", flush=True)
+                    if piece.finish_reason:
+                        unfinished.remove(model)
         finally:
             for request in requests:
                 request.cancelled.set()
+        print() if len(texts) == 1 else _print_columns(texts)
         for model, text in texts.items():
             self.turns[model] = [*asked[model], {"role": "assistant", "content": text}]
 
 
-def _receive(pieces: _Pieces, texts: dict[str, str], show: Callable[[str], None]) -> None:
-    """Add the pieces to the models' texts until all answers are complete."""
-    unfinished = {*texts}
-    while unfinished:
-        model, piece = pieces.get()
-        if isinstance(piece, UserError):
-            raise piece
-        if isinstance(piece, Exception):
-            raise CommandError(f"the answer failed ({type(piece).__name__})") from piece
-        texts[model] += piece.text
-        show(piece.text)
-        if piece.finish_reason:
-            unfinished.remove(model)
+def _temperature(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= 2:
+            return float(text)
+    raise CommandError(f"temperature {text}: must be a number from 0 to 2")
 
 
-@contextmanager
-def _shown(texts: Mapping[str, str]) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a new piece of one text, or all texts in columns."""
-    if len(texts) == 1:
-        yield lambda piece: print(piece, end="", flush=True)
-        print()
-        return
+def _print_columns(texts: Mapping[str, str]) -> None:
     from rich.console import Console
-    from rich.live import Live
     from rich.table import Table
 
-    def table() -> Table:
-        columns = Table(*texts, box=None, expand=True, padding=(0, 2, 1, 0))
-        columns.add_row(*texts.values())
-        return columns
-
-    console = Console(markup=False, emoji=False, highlight=False)
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        yield lambda _: live.update(table(), refresh=True)
+    table = Table(*texts, box=None, expand=True, padding=(0, 2, 1, 0))
+    table.add_row(*texts.values())
+    Console(markup=False, emoji=False, highlight=False).print(table)

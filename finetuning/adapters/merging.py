@@ -31,9 +31,8 @@ def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
     The product is computed in float32 and rounded to ``dtype``; ``"auto"`` is the data type of the
     checkpoint in ``directory``. Return a ``transformers`` model without adapters, in CPU memory.
 
-    Raises:
-        AdapterError: The adapter is for a different base model, or contains NaN.
-        BaseModelError: The checkpoint can't be loaded.
+    Raise ``AdapterError`` if the adapter is for a different base model, or contains NaN. Raise
+    ``BaseModelError`` if the checkpoint can't be loaded.
     """
     base = load_checkpoint(directory, dtype=dtype)
     try:

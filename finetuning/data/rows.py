@@ -42,9 +42,8 @@ def parse_rows(
         skip_bad: Omit malformed rows with a warning, instead of raising.
         advice: Remedy for malformed rows in the error message.
 
-    Raises:
-        DataError: The data is missing or empty, or rows are malformed; the message
-            names file, line and reason.
+    Raise ``DataError`` if the data is missing or empty, or rows are malformed; the message names
+    file, line and reason.
     """
     rows: list[Parsed] = []
     problems: list[str] = []

@@ -75,9 +75,8 @@ def origin_of(directory: Path) -> dict[str, str] | None:
 def read_header(file: Path) -> Header:
     """Read a GGUF file's header, and check that the file contains all of its tensors.
 
-    Raises:
-        GGUFError: The file isn't a GGUF file, or is damaged.
-        OSError: The file can't be read.
+    Raise ``GGUFError`` if the file isn't a GGUF file, or is damaged. Raise ``OSError`` if the file
+    can't be read.
     """
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:

@@ -76,9 +76,8 @@ def train_round(
     place. The penalty, if any, is added to the loss. Training continues from the optimizer's state;
     None means a new optimizer. Return the report, and the optimizer's state after the last step.
 
-    Raises:
-        DeadlineError: The deadline passed; the adapter contains the updates of the finished steps.
-        FloatingPointError: A loss is not finite.
+    Raise ``DeadlineError`` if the deadline passed; the adapter contains the updates of the finished
+    steps. Raise ``FloatingPointError`` if a loss is not finite.
     """
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})

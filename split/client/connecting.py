@@ -38,15 +38,16 @@ def connect(
         patience: Seconds for which to retry if the server refuses or does not answer.
         busy_until: Time until which to retry while the server is busy; None means the deadline.
 
-    Raises:
-        LaneError: The block server can't be reached or refuses the handshake.
+    Raise ``LaneError`` if the block server can't be reached or refuses the handshake.
     """
-    weights = sum(p.numel() for part in parts.values() for p in part.trainable().values())
+    averaged = training and split.average_every > 0
+    trained = [part.trainable() for part in parts.values()] if averaged else []
+    weights = sum(p.numel() for own in trained for p in own.values())
     limits = Limits(
         hidden=parts["head"].hidden_size,
         wire_dtype=split.wire_dtype,
         maximum_tokens=longest,
-        average_bytes=average_bytes(weights) if training and split.average_every else 0,
+        average_bytes=average_bytes(weights) if averaged else 0,
         window=split.window,
     )
     lane = open_lane(

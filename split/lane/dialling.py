@@ -64,10 +64,9 @@ def open_lane(
     carried ``replace_after_bytes`` bytes in one direction. The lane ends at the deadline. The
     deadline and ``busy_until`` are on ``time.monotonic``'s clock.
 
-    Raises:
-        HandshakeError: The server refused the handshake; subclasses state the reason.
-        LaneTimeoutError: The server did not answer.
-        LaneUnreachableError: The server can't be reached, or ended the handshake.
+    Raise ``HandshakeError`` if the server refused the handshake; subclasses state the reason. Raise
+    ``LaneTimeoutError`` if the server did not answer. Raise ``LaneUnreachableError`` if the server
+    can't be reached, or ended the handshake.
     """
     # No resume timeout here: if resuming fails, the thread below ends the lane with the reason.
     lane = Lane(

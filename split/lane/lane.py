@@ -128,10 +128,9 @@ class Lane:
         The tensors must not change until the other end has acknowledged the frame. Each frame from
         the other end acknowledges all frames that have arrived there.
 
-        Raises:
-            FrameError: The frame is not allowed on the lane, which stays open.
-            LaneBacklogError: The client does not read the server's frames; the lane has ended.
-            LaneError: The lane has ended.
+        Raise ``FrameError`` if the frame is not allowed on the lane, which stays open. Raise
+        ``LaneBacklogError`` if the client does not read the server's frames; the lane has ended.
+        Raise ``LaneError`` if the lane has ended.
         """
         frame = Frame(
             kind=kind,
@@ -161,11 +160,10 @@ class Lane:
     def receive(self, timeout: float) -> Frame:
         """Return the next frame, after waiting for at most ``timeout`` seconds.
 
-        Raises:
-            LaneTimeoutError: No frame arrived in time; the lane stays open.
-            LaneClosedError: Either side closed the lane, and there are no more frames.
-            PeerError: The other side ended the lane with an error message.
-            LaneError: The lane has ended for another reason.
+        Raise ``LaneTimeoutError`` if no frame arrived in time; the lane stays open. Raise
+        ``LaneClosedError`` if either side closed the lane, and there are no more frames. Raise
+        ``PeerError`` if the other side ended the lane with an error message. Raise ``LaneError`` if
+        the lane has ended for another reason.
         """
         started = time.perf_counter()
         end = time.monotonic() + timeout

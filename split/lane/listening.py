@@ -43,8 +43,7 @@ class LaneServer:
         resume_timeout: Seconds within which a client must replace a cut stream.
         peers: Limits on streams and connections; None for the defaults.
 
-    Raises:
-        OSError: The server can't listen on the address.
+    Raise ``OSError`` if the server can't listen on the address.
     """
 
     def __init__(

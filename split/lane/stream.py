@@ -80,9 +80,8 @@ class Stream:
     def seal(self, outgoing: Outgoing, acknowledged: int) -> Iterator[bytes]:
         """Yield a frame's records; ``acknowledged`` is the number of frames that have arrived.
 
-        Raises:
-            FrameError: A tensor contains a value that is not finite.
-            LaneCutError: The key has reached its limit of encrypted bytes.
+        Raise ``FrameError`` if a tensor contains a value that is not finite. Raise ``LaneCutError``
+        if the key has reached its limit of encrypted bytes.
         """
         started = time.perf_counter()
         content = outgoing.write()

@@ -23,8 +23,8 @@ class Checkpoint:
     Each piece of a tensor is read through a separate memory map, because the pages that are read
     through a memory map count as memory of the process until the map is closed.
 
-    Files that contain only tensors of other parties may be absent. The attributes are the file, the
-    shape and the stored data type of each tensor, keyed by name.
+    Files that contain only tensors of other parts of the model may be absent. The attributes are
+    the file, the shape and the stored data type of each tensor, keyed by name.
     """
 
     def __init__(self, directory: Path) -> None:

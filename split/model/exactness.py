@@ -71,9 +71,9 @@ def check_exactness(
         reason = f"{type(error).__name__}: {error}"
     if reason:
         raise BaseModelError(
-            f"{architecture} can't be used in split learning, divided into "
-            f"{partition.head}, {len(partition.range_of('body'))} and {partition.tail} blocks: "
-            f"{reason}. Use a different base model, or a strategy without split learning"
+            f"{architecture} can't be split into {partition.head} head, "
+            f"{len(partition.range_of('body'))} body and {partition.tail} tail blocks: {reason}. "
+            "Use a different base model, or a strategy without split learning"
         )
     with replacing(mark) as aside:
         aside.write_text(architecture)

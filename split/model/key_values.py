@@ -1,9 +1,14 @@
 """The keys and values of one party's blocks during generation."""
 
+from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from finetuning.adapters.prefixes import shifted
 from finetuning.devices import to_device
@@ -55,12 +60,50 @@ class KeyValues:
         if self.cache is not None and self.columns:
             self.cache.crop(-drop)
         self.columns -= drop
-        inputs = self._part.inputs_of(given) | self._mask_and_positions(given.shape[1])
+        inputs = self._mask_and_positions(given.shape[1])
+        if not self._padded or self.cache is None:
+            del inputs["attention_mask"]
         self.columns += given.shape[1]
+        return self._computed(given, inputs, self.cache)
+
+    @cached_property
+    def can_join(self) -> bool:
+        """Whether `extend_together` supports the part: no windows, other states, or experts."""
+        paths = (path for path, _ in self._backbone.named_modules())
+        return (
+            self.cache is not None
+            and all(type(layer) is DynamicLayer for layer in self.cache.layers)
+            and not any("expert" in path for path in paths)
+        )
+
+    @staticmethod
+    def extend_together(
+        texts: Sequence["KeyValues"], given: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the blocks for the next token of the rows of several caches in one pass.
+
+        ``given`` are the caches' states, each (rows, 1, hidden), and so are the results. Adapters
+        must have been selected with `Part.using_together`.
+        """
+        first, rows = texts[0], [len(states) for states in given]
+        columns = max(each.length for each in texts) + 1
+        inputs: dict[str, list[torch.Tensor]] = {}
+        for each in texts:
+            for name, value in each._mask_and_positions(1).items():
+                missing = columns - value.shape[1] if name == "attention_mask" else 0
+                inputs.setdefault(name, []).append(pad(value, (missing, 0)))
+            each.columns += 1
+        output = first._computed(
+            torch.cat([to_device(states, first._part.device) for states in given]),
+            {name: torch.cat(values) for name, values in inputs.items()},
+            _OwnBlocks.joined([each.cache for each in texts], rows),
+        )
+        return torch.split(output, rows)
+
+    def _computed(self, given: torch.Tensor, inputs: dict[str, Any], cache: Any) -> torch.Tensor:
+        inputs = self._part.inputs_of(given) | inputs
         with self._part.autocast():
-            output = self._backbone(
-                **inputs, past_key_values=self.cache, use_cache=self.cache is not None
-            )
+            output = self._backbone(**inputs, past_key_values=cache, use_cache=cache is not None)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def repeat(self, times: int) -> None:
@@ -71,18 +114,16 @@ class KeyValues:
         self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
 
     def _mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
-        """Return position IDs if the model accepts any, and a mask for blocks with padded rows."""
+        """Return the attention mask and, if the model accepts any, position IDs."""
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
         if self.columns:
             follow = self.length - mask.shape[1]  # negative if tokens of the prompts were dropped
-            mask = torch.nn.functional.pad(mask, (0, follow + columns), value=1)
+            mask = pad(mask, (0, follow + columns), value=1)
             if inputs:
                 next_ones = torch.arange(follow, follow + columns, device=mask.device)
                 inputs["position_ids"] = self._before + self._lengths[:, None] + next_ones
-        if self._padded and self.cache is not None:
-            inputs["attention_mask"] = mask
-        return inputs
+        return inputs | {"attention_mask": mask}
 
 
 class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no types
@@ -96,6 +137,15 @@ class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no typ
         super().__init__(config=config)
         self._first = first
 
+    @classmethod
+    def joined(cls, caches: Sequence[Any], rows: Sequence[int]) -> "_OwnBlocks":
+        """Return a cache that updates several caches, each with its number of rows."""
+        new: _OwnBlocks = copy(caches[0])
+        new.layers = [
+            _JoinedLayer(each, rows) for each in zip(*(c.layers for c in caches), strict=True)
+        ]
+        return new
+
     def update(self, keys: Any, values: Any, block: int, *more: Any, **others: Any) -> Any:
         return super().update(keys, values, block - self._first, *more, **others)
 
@@ -108,3 +158,21 @@ class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no typ
     def has_previous_state(self, layer_idx: int | None = None, *more: Any) -> Any:
         own = None if layer_idx is None else layer_idx - self._first
         return super().has_previous_state(own, *more)
+
+
+class _JoinedLayer(DynamicLayer):  # type: ignore[misc]
+    """One block's keys and values of several caches, padded on the left to the same length."""
+
+    def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:
+        super().__init__()
+        self._layers, self._rows = layers, [*rows]
+
+    def get_seq_length(self) -> int:
+        return max(int(layer.get_seq_length()) for layer in self._layers)
+
+    def update(self, keys: Any, values: Any, *_: Any, **__: Any) -> Any:
+        own = zip(self._layers, keys.split(self._rows), values.split(self._rows), strict=True)
+        updated = [layer.update(k, v) for layer, k, v in own]
+        length = self.get_seq_length()
+        padded = ([pad(t, (0, 0, length - t.shape[-2], 0)) for t in pair] for pair in updated)
+        return tuple(torch.cat(tensors) for tensors in zip(*padded, strict=True))

@@ -1,7 +1,7 @@
 """A party's part of the model: its frozen blocks and the adapters on them."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -104,9 +104,8 @@ class Part:
     def attach(self, settings: AdapterSettings, name: str = "default") -> None:
         """Add an adapter and use it. The adapter is empty if this part has no module to adapt.
 
-        Raises:
-            BaseModelError: A target cannot be adapted, or prefixes are not supported.
-            ValueError: An adapter with this name already exists.
+        Raise ``BaseModelError`` if a target cannot be adapted, or prefixes are not supported. Raise
+        ``ValueError`` if an adapter with this name already exists.
         """
         if name in self._slots:
             raise ValueError(f"an adapter {name!r} exists already")
@@ -127,6 +126,27 @@ class Part:
         """
         if name != self._used:
             self._select(name)
+
+    @contextmanager
+    def using_together(self, names: Sequence[str | None], rows: Sequence[int]) -> Iterator[None]:
+        """Compute with a different adapter for each group of rows, without gradients.
+
+        ``rows`` are the groups' numbers of rows; None stands for the base model. The groups'
+        prefixes must be in their caches already.
+        """
+        lora = [None if name in self._prefixes else name for name in names]
+        slots = ["__base__" if name is None else self._slots[name] for name in lora]
+        of_rows = [slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)]
+
+        def choose(_: Any, arguments: Any, others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return arguments, others | {"adapter_names": of_rows}
+
+        self._select(next((name for name in lora if name is not None), None))
+        with ExitStack() as hooks:
+            for layer in self._layers:
+                hook = layer.register_forward_pre_hook(choose, with_kwargs=True)
+                hooks.callback(hook.remove)
+            yield
 
     def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights, sorted and keyed by name in the whole model's saved adapter.

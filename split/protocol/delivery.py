@@ -3,8 +3,8 @@
 Each end numbers its outgoing frames from 0. The number itself is not sent, because a stream
 delivers frames in order, and the header of each record contains the number of received frames. A
 frame is stored until it is acknowledged. A new stream begins with a ``CONFIRM`` frame in each
-direction, whose acknowledgement determines the frame to continue with. Therefore, every frame
-arrives exactly once and in order, even if the stream is cut repeatedly.
+direction. Its header shows which frames have arrived, and the sender repeats the others. Therefore,
+every frame arrives exactly once and in order, even if the stream is cut repeatedly.
 """
 
 from collections import deque

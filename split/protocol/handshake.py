@@ -115,11 +115,10 @@ class ServerHandshake(_Handshake):
 
         No message is accepted twice.
 
-        Raises:
-            HandshakeError: M1 is malformed, altered or made without the ticket's secret, or its
-                suite is not the server's.
-            TicketError: The ticket is unknown, expired, used or issued for a different identity.
-            LaneBusyError: The same message was received before. A client can retry with a new M1.
+        Raise ``HandshakeError`` if M1 is malformed, altered or made without the ticket's secret, or
+        its suite is not the server's. Raise ``TicketError`` if the ticket is unknown, expired, used
+        or issued for a different identity. Raise ``LaneBusyError`` if the same message was received
+        before. A client can retry with a new M1.
         """
         self._expect(_State.NEW)
         message = read_hello(hello)
@@ -137,9 +136,8 @@ class ServerHandshake(_Handshake):
     def answer(self) -> bytes:
         """Return M2.
 
-        Raises:
-            HandshakeError: The secret can't be decrypted, or the client's share is invalid.
-            ServerKeyError: The secret is encrypted to a key other than the current one.
+        Raise ``HandshakeError`` if the secret can't be decrypted, or the client's share is invalid.
+        Raise ``ServerKeyError`` if the secret is encrypted to a key other than the current one.
         """
         self._expect(_State.HELLO)
         message = self._message

@@ -123,9 +123,9 @@ class ServerKeys:
     def unwrap(self, identifier: bytes, wrapped: bytes, context: bytes) -> bytes:
         """Decrypt a secret that a client encrypted with ``wrap`` to the key with this identifier.
 
-        Raises:
-            ServerKeyError: The identifier is not that of the current key.
-            HandshakeError: The secret can't be decrypted, or was encrypted for a different message.
+        Raise ``ServerKeyError`` if the identifier is not that of the current key. Raise
+        ``HandshakeError`` if the secret can't be decrypted, or was encrypted for a different
+        message.
         """
         key = self._key  # read once, because another thread may rotate the key
         if not secrets.compare_digest(identifier, key_identifier(self.suite, key.public)):

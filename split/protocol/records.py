@@ -117,10 +117,9 @@ class Opener:
 
         Do not use the object after an error.
 
-        Raises:
-            AlteredRecordError: The record was altered, repeated or reordered, follows an omitted
-                one, or belongs to a different lane.
-            FrameError: The other side sent the record, but the frame is not allowed.
+        Raise ``AlteredRecordError`` if the record was altered, repeated or reordered, follows an
+        omitted one, or belongs to a different lane. Raise ``FrameError`` if the other side sent the
+        record, but the frame is not allowed.
         """
         size = len(record) - HEADER_BYTES - TAG_BYTES
         if not 1 <= size <= RECORD_BYTES:

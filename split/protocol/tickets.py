@@ -112,9 +112,8 @@ class TicketBook:
     def note_hello(self, identifier: bytes, mac: bytes) -> None:
         """Record the verified MAC of a handshake's first message, so that nobody can replay it.
 
-        Raises:
-            LaneBusyError: The message was received before. The ticket remains valid.
-            TicketError: The ticket is unknown, expired or used.
+        Raise ``LaneBusyError`` if the message was received before. The ticket remains valid. Raise
+        ``TicketError`` if the ticket is unknown, expired or used.
         """
         entry = self._valid(identifier)
         if mac in entry.hellos:

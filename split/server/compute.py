@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
 
@@ -27,7 +27,7 @@ class Priority(IntEnum):
     BACKWARD = 1
     STEP = 2
     FORWARD = 3
-    GENERATION = 4  # occupies memory for longer than a step
+    GENERATION = 4  # like FORWARD, but occupies memory until its texts are complete
 
 
 class JobOwner(Protocol):
@@ -38,7 +38,7 @@ class JobOwner(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A computation that the compute thread runs.
 
@@ -51,6 +51,7 @@ class Job:
     run: Callable[[], None]
     tokens: int = 0
     queued: float = 0.0  # time at which the job was queued, on the thread's clock
+    detail: Any = None  # what another job needs to do the work of this job, too
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:
@@ -84,6 +85,8 @@ class ComputeThread:
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._free = activation_budget
+        # Number of lanes, and seconds, of the last pass for the next tokens of texts.
+        self.last_pass = 1, 0.0
         self._waiting: list[Job] = []
         self._changed = threading.Condition()
         self._stopping = False
@@ -116,6 +119,31 @@ class ComputeThread:
             oldest = next(others, None)
             return 0.0 if oldest is None else self._clock() - oldest.queued
 
+    def take_with(self, fits: Callable[[Job], bool], count: int, patience: float) -> list[Job]:
+        """Remove and return waiting jobs that the current job can do too; the caller runs them.
+
+        They have a ``detail``, fit, and are their owners' oldest jobs. If no other jobs wait, wait
+        for ``count`` such jobs, but at most for ``patience`` seconds. Call this in a job.
+        """
+        until = self._clock() + patience
+        with self._changed:
+            while True:
+                oldest = {id(job.owner): job for job in reversed(self._waiting)}.values()
+                found = [job for job in oldest if job.detail is not None and fits(job)]
+                left = until - self._clock()
+                if len(found) >= count or len(found) < len(self._waiting) or left <= 0:
+                    self._waiting = [job for job in self._waiting if job not in found]
+                    return found
+                self._changed.wait(left)
+
+    def run(self, job: Job) -> None:
+        """Run a job, and notify its owner of an error; called in the compute thread."""
+        try:
+            job.run()
+        except Exception as error:
+            _log.debug("a job failed", exc_info=error)
+            job.owner.failed(error)
+
     def withdraw(self, owner: JobOwner) -> None:
         """Remove an owner's jobs that have not started."""
         with self._changed:
@@ -139,11 +167,7 @@ class ComputeThread:
 
     def _work(self) -> None:
         while (job := self._take()) is not None:
-            try:
-                job.run()
-            except Exception as error:
-                _log.debug("a job failed", exc_info=error)
-                job.owner.failed(error)
+            self.run(job)
             del job  # free the job's tensors while waiting for the next job
 
     def _take(self) -> Job | None:

@@ -1,7 +1,9 @@
 """The server's session for an evaluation: forward passes, generation and candidate answers."""
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ from split.protocol.evaluation import (
     TextsEnd,
 )
 from split.protocol.frames import Kind
-from split.server.compute import ComputeThread, Priority
+from split.server.compute import ComputeThread, Job, Priority
 from split.server.session import Session
 from split.settings import SplitSettings
 
@@ -36,6 +38,8 @@ class EvaluationSession(Session):
     body's keys and values of the current batch, of at most ``max_cached_tokens`` padded tokens. The
     largest micro-batch has ``longest`` padded tokens; 0 allows only cached texts. See ``Session``
     for the other arguments.
+
+    If several sessions wait for the next tokens of their texts, one pass computes them all.
     """
 
     def __init__(
@@ -65,13 +69,13 @@ class EvaluationSession(Session):
         self._name: str | None = None
         self._key_values: KeyValues | None = None
         self._cached_tokens = 0
+        self._answer: torch.Tensor | None = None  # computed together with other sessions' answers
 
     def serve(self) -> None:
         """Handle the client's frames until it ends the evaluation.
 
-        Raises:
-            LaneError: The lane has ended, or the client was silent for too long.
-            ProtocolError: The client sent a frame that is not allowed.
+        Raise ``LaneError`` if the lane has ended, or the client was silent for too long. Raise
+        ``ProtocolError`` if the client sent a frame that is not allowed.
         """
         try:
             self.dispatch(
@@ -133,14 +137,52 @@ class EvaluationSession(Session):
         self._put(Priority.GENERATION, prompts, begin, tokens=prompts.tokens)
 
     def _continue_texts(self, extension: CachedExtension) -> None:
+        one_token = extension.hidden.shape[1] == 1 and not (extension.endings or extension.drop)
+
         def extend() -> torch.Tensor:
             assert self._key_values is not None
+            if one_token:
+                return self._next_tokens(self._key_values, extension)
             if extension.endings:
                 self._key_values.repeat(extension.endings)
             return self._key_values.extend(extension.hidden, extension.drop)
 
         # Use a high priority, because other generations may wait for this one's budget.
-        self._put(Priority.BACKWARD, extension, extend)
+        self._put(Priority.BACKWARD, extension, extend, detail=extension if one_token else None)
+
+    def _next_tokens(self, texts: KeyValues, extension: CachedExtension) -> torch.Tensor:
+        """Compute a column, together with the columns that other sessions wait for."""
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            return answer
+        lanes, seconds = self.compute.last_pass
+        jobs = self.compute.take_with(lambda job: self._fits(job, texts), lanes - 1, seconds / 2)
+        if not jobs:
+            self.compute.last_pass = 1, 0.0
+            return texts.extend(extension.hidden)
+        started = time.perf_counter()
+        others: list[Any] = [job.owner for job in jobs]
+        sessions = [self, *others]
+        given = [extension.hidden, *(job.detail.hidden for job in jobs)]
+        try:
+            with self._body.using_together([s._name for s in sessions], [len(g) for g in given]):
+                answers = KeyValues.extend_together([s._key_values for s in sessions], given)
+        except Exception as error:
+            for job in jobs:
+                job.owner.failed(error)
+            raise
+        self.compute.last_pass = len(sessions), time.perf_counter() - started
+        for job, other, answer in zip(jobs, others, answers[1:], strict=True):
+            other._answer = answer
+            self.compute.run(job)
+        return answers[0]
+
+    def _fits(self, job: Job, texts: KeyValues) -> bool:
+        """Return whether a job can join: shorter texts are padded, which should cost little."""
+        if not isinstance(job.owner, EvaluationSession) or job.owner._key_values is None:
+            return False
+        lengths = texts.length, job.owner._key_values.length
+        return texts.can_join and max(lengths) <= 2 * min(lengths) + 32
 
     def _end_texts(self) -> None:
         if self._has_texts:
@@ -154,6 +196,7 @@ class EvaluationSession(Session):
         batch: ForwardPass | Prompts | CachedExtension,
         compute: Callable[[], torch.Tensor],
         tokens: int = 0,
+        detail: object = None,
     ) -> None:
         """Queue a job that computes a forward pass with the selected model and sends the answer."""
 
@@ -166,7 +209,7 @@ class EvaluationSession(Session):
             self._evaluation.answered += 1
             self.answer(batch.step, batch.index, output)
 
-        self.put(priority, forward, tokens)
+        self.put(priority, forward, tokens, detail)
 
     def _free(self) -> None:
         self._key_values = None

@@ -45,9 +45,8 @@ def serve(
         max_cached_tokens: Maximum number of padded tokens in a batch for which a client generates
             text. These tokens count towards the activation budget.
 
-    Raises:
-        BaseModelError: The body can't be loaded.
-        OSError: The server can't listen on the address in ``split.listen``.
+    Raise ``BaseModelError`` if the body can't be loaded. Raise ``OSError`` if the server can't
+    listen on the address in ``split.listen``.
     """
     body = load_parts(
         settings=model,

@@ -93,8 +93,10 @@ class Session:
         if not isinstance(error, LaneError) or isinstance(error, FrameError):
             self.give_up(reason_of(error))
 
-    def put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
-        """Queue a job that takes ``tokens`` from the activation budget; record the job's times."""
+    def put(
+        self, priority: Priority, work: Callable[[], None], tokens: int = 0, detail: Any = None
+    ) -> None:
+        """Queue a job (see `Job`) that takes ``tokens`` from the budget, and record its times."""
         queued = time.perf_counter()
 
         def run() -> None:
@@ -108,7 +110,7 @@ class Session:
 
         with self._lock:
             self._owed += 1
-        self.compute.put(Job(owner=self, priority=priority, run=run, tokens=tokens))
+        self.compute.put(Job(self, priority, run, tokens, detail=detail))
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
         """Send the hidden states of a micro-batch after the body."""

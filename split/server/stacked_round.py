@@ -81,7 +81,7 @@ class StackedRound:
         yet.
         """
         with self._lock:
-            # The step's end would reset the counts below, and the other members would wait forever.
+            # Otherwise, the end of this step would reset the counts of the next one.
             if member.squared_norm is not None:
                 raise ProtocolError("received a micro-batch before the last step was answered")
             if member.received == member.finished:

@@ -56,10 +56,9 @@ class TrainingSession(Session):
     def serve(self) -> None:
         """Handle the client's frames until it ends its round.
 
-        Raises:
-            LaneError: The lane has ended, or the client was silent for too long.
-            ProtocolError: The client sent a frame that is not allowed.
-            RuntimeError: The schedule rejected the client.
+        Raise ``LaneError`` if the lane has ended, or the client was silent for too long. Raise
+        ``ProtocolError`` if the client sent a frame that is not allowed. Raise ``RuntimeError`` if
+        the schedule rejected the client.
         """
         self._round.join(self.receive())
         trainer = self._trainer = self._schedule.join(self, self._round.plan)

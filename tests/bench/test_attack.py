@@ -10,7 +10,7 @@ from bench.attack.decoder import train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
 from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.public_head import PublicHead
-from bench.attack.report import RECORD, pictures, tables
+from bench.attack.report import RECORD, tables
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.settings import ModelSettings
@@ -18,7 +18,6 @@ from split.model.loading import load_parts
 from split.model.partition import PARTIES, partition_of
 from split.protocol.frames import Padding
 from split.settings import SplitSettings
-from tests.bench.pictures_equal import assert_same_picture
 
 DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 320
@@ -94,9 +93,7 @@ def test_the_gradient_tells_the_labels(deep_checkpoint, tail_blocks, wire):
     assert torch.equal(read_labels(parts["tail"], sent, len(batch.labels)), batch.labels)
 
 
-def test_tables_and_pictures_equal_the_record():
+def test_tables_equal_the_record():
     record = json.loads((DOCS / RECORD).read_text(encoding="utf-8"))
     for name, table in tables(record).items():
         assert (DOCS / name).read_text(encoding="utf-8") == table
-    for name, picture in pictures(record).items():
-        assert_same_picture(picture, (DOCS / name).read_text(encoding="utf-8"))

@@ -250,8 +250,8 @@ def test_the_status_over_http(run_folder, tmp_path):
             ("chambers_active",): 0,
             ("chambers_round",): 2,
             ("chambers_clients_left_out",): 1,
-            ("chambers_training_loss", 'a"b'): 1.5,
-            ("chambers_held_out_loss", "alpha", "global"): 2.25,
+            ("chambers_train_loss", 'a"b'): 1.5,
+            ("chambers_evaluate_loss", "alpha", "global"): 2.25,
             ("chambers_lane_bytes_up", "alpha"): 20,
         }
         assert {key: found[key] for key in expected} == expected

@@ -58,9 +58,8 @@ class ClientBatch(SharedAdapters):
     def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
         """Add a client, and wait until all clients have joined or the join timeout has expired.
 
-        Raises:
-            LaneError: The client's lane has ended.
-            RuntimeError: The round began without the client, or too few clients joined.
+        Raise ``LaneError`` if the client's lane has ended. Raise ``RuntimeError`` if the round
+        began without the client, or too few clients joined.
         """
         with self._changed:
             self._barrier.join(session.account.client)

@@ -87,9 +87,8 @@ class Hierarchical:
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Add a client. If adapters are averaged within the round, wait for all clients to join.
 
-        Raises:
-            LaneError: The client's lane has ended.
-            RuntimeError: The round began without the client, or too few clients joined.
+        Raise ``LaneError`` if the client's lane has ended. Raise ``RuntimeError`` if the round
+        began without the client, or too few clients joined.
         """
         client = session.account.client
         with self._changed:
@@ -136,10 +135,9 @@ class Hierarchical:
         Body adapters are averaged in place. Return the average of ``own``, the adapters of the
         head and tail, over the same clients.
 
-        Raises:
-            RuntimeError: No average is due for this client after this step.
-            ProtocolError: The adapters have unexpected names, types or shapes, or are not finite.
-            LaneError: The client's lane has ended.
+        Raise ``RuntimeError`` if no average is due for this client after this step. Raise
+        ``ProtocolError`` if the adapters have unexpected names, types or shapes, or are not finite.
+        Raise ``LaneError`` if the client's lane has ended.
         """
         client = session.account.client
         with self._changed:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_ad
 from finetuning.data.batching import collate
 from finetuning.devices import default_device
 from finetuning.model.whole_model import WholeModel
-from finetuning.settings import AdapterSettings
+from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import take_apart
+from split.model.key_values import KeyValues
+from split.model.loading import load_parts
 from split.model.partition import partition_of
+from split.protocol.frames import Padding
 from tests.marks import nightly
 from tests.split.clients import (
     MAX_CACHED_TOKENS,
@@ -249,6 +253,94 @@ def test_generations_wait_for_room(random_checkpoint):
         assert not [account.error for account in server.finish_lanes() if account.error]
     assert all(len(each) == 3 for each in texts.values())
     assert all(torch.equal(text, expected) for each in texts.values() for text in each)
+
+
+PREFIXES = AdapterSettings(kind="prefix", prefix_length=3)
+
+
+@pytest.mark.parametrize("adapter", [None, PREFIXES], ids=["lora", "prefix"])
+def test_lanes_that_generate_at_once_share_passes(adapter, random_checkpoint):
+    scene = Scene(random_checkpoint("Llama"), adapter=adapter)
+    plan = [
+        ("alpha", "global", 3),
+        ("beta", "base", 11),
+        ("gamma", "global", 7),
+        ("delta", "base", 2),
+    ]
+    found, passes = {}, []
+
+    def prompt(columns):
+        tokens = torch.randint(
+            3, 60, (1, columns), generator=torch.Generator().manual_seed(columns)
+        )
+        return tokens, torch.ones_like(tokens)
+
+    def work(client, chosen, columns) -> None:
+        with scene.lane(server, client) as model:
+            scene.choose(model) if chosen == "global" else model.choose("base", None)
+            found[client.name] = model.generate(*prompt(columns), 4 * NEW, pad_token_id=0, **GREEDY)
+            model.end()
+
+    with scene.serving() as server:
+        hook = server._body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+        threads = [
+            threading.Thread(target=work, args=(scene.client(name), *others))
+            for name, *others in plan
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        hook.remove()
+        assert not [account.error for account in server.finish_lanes() if account.error]
+    assert 4 * NEW <= len(passes) < len(plan) * 4 * NEW
+    whole = scene.whole()
+    for name, chosen, columns in plan:
+        with nullcontext() if chosen == "global" else whole.without_adapter():
+            text = whole.generate(*prompt(columns), 4 * NEW, pad_token_id=0, **GREEDY)
+        assert torch.equal(found[name], text), name
+
+
+# With rotary, learned, relative and no positions; windows and experts are computed separately.
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "OPT", "Bloom", "Mistral", "Mixtral"])
+def test_one_pass_for_several_texts_equals_a_pass_for_each(architecture, random_checkpoint):
+    scene = Scene(random_checkpoint(architecture), architecture)
+    partition = partition_of(scene.directory, scene.split)
+    body = load_parts(ModelSettings(), scene.directory, partition, ["body"])["body"]
+    for name in ("one", "other"):
+        body.attach(scene.adapter, name)
+        torch.manual_seed(len(name))
+        for weight in body.trainable(name).values():
+            torch.nn.init.normal_(weight.data, std=0.3)
+    body.train(False)
+    torch.manual_seed(1)
+    drawn = [("one", [4, 2, 9]), (None, [5]), ("other", [3, 1]), ("one", [1])]
+    with torch.no_grad():
+
+        def begun():
+            torch.manual_seed(2)
+            texts = []
+            for name, lengths in drawn:
+                body.use(name)
+                texts.append(KeyValues(body, Padding("left", torch.tensor(lengths)), max(lengths)))
+                texts[-1].extend(torch.randn(len(lengths), max(lengths), body.hidden_size))
+            return texts
+
+        separate, joined = begun(), begun()
+        assert {text.can_join for text in joined} == {architecture not in ("Mistral", "Mixtral")}
+        for _ in range(3):
+            given = [torch.randn(len(lengths), 1, body.hidden_size) for _, lengths in drawn]
+            expected = []
+            for (name, _), text, states in zip(drawn, separate, given, strict=True):
+                body.use(name)
+                expected.append(text.extend(states))
+            if not joined[0].can_join:
+                return
+            rows = [len(lengths) for _, lengths in drawn]
+            with body.using_together([name for name, _ in drawn], rows):
+                answers = KeyValues.extend_together(joined, given)
+            for one, other in zip(answers, expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def frames_of(scene, tokens, **settings) -> tuple[torch.Tensor, list[dict]]:
