@@ -61,12 +61,10 @@ class Api(ModelsOptions):
 
             with self.answerer(self.batch_size, self.queue) as answerer:
                 host, port = listener.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
+                url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 print(f"models: {', '.join(answerer.sources)}")
-                print(
-                    f"answering at http://{shown}:{port}/v1; chat at http://{shown}:{port}",
-                    flush=True,
-                )
+                print(f"page for conversations: {url}")
+                print(f"answering at {url}/v1", flush=True)
                 config = uvicorn.Config(
                     routes(answerer, key),
                     log_level="critical",  # tracebacks may quote prompts

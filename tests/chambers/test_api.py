@@ -381,11 +381,15 @@ def test_sigterm_ends_the_command(run_folder, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout.readline() == "models: global, base\n"
-        url = process.stdout.readline().split()[-1]
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            assert text_of(ask(client, "who"))
-        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.stdout.readline() == "models: global, base\n"
+            page = process.stdout.readline().split()[-1]
+            assert "<title>Chambers</title>" in httpx.get(page).text
+            url = process.stdout.readline().split()[-1]
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                assert text_of(ask(client, "who"))
+        finally:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 
