@@ -28,6 +28,7 @@ from split.settings import SplitSettings
 
 # Body adapters by name of the model; None for a model without adapters.
 Models = Mapping[str, State | None]
+_LONGEST_TOGETHER = 2048  # number of columns; longer texts gain little from a common pass
 
 
 class EvaluationSession(Session):
@@ -178,11 +179,11 @@ class EvaluationSession(Session):
         return answers[0]
 
     def _fits(self, job: Job, texts: KeyValues) -> bool:
-        """Return whether a job can join: shorter texts are padded, which should cost little."""
+        """Return whether a job can join; padding and copying short texts costs little."""
         if not isinstance(job.owner, EvaluationSession) or job.owner._key_values is None:
             return False
         lengths = texts.length, job.owner._key_values.length
-        return texts.can_join and max(lengths) <= 2 * min(lengths) + 32
+        return texts.can_join and max(lengths) <= min(2 * min(lengths) + 32, _LONGEST_TOGETHER)
 
     def _end_texts(self) -> None:
         if self._has_texts:

@@ -21,12 +21,12 @@ class Thread:
         self.order: list[str] = []
         self.compute = ComputeThread(activation_budget=10, clock=lambda: self.now)
 
-    def put(self, name, priority, tokens=0, then=lambda: None) -> None:
+    def put(self, name, priority, tokens=0, then=lambda: None, owner=None, detail=None) -> None:
         def run() -> None:
             self.order.append(name)
             then()
 
-        self.compute.put(Job(Owner(), priority, run, tokens))
+        self.compute.put(Job(owner or Owner(), priority, run, tokens, detail=detail))
 
 
 @pytest.fixture
@@ -88,3 +88,44 @@ def test_a_small_generation_does_not_overtake_a_large_one(thread):
         wait_until(lambda number=number: len(thread.order) >= number)
         thread.compute.release(freed)
     assert thread.order == ["holds room", "loss", "large", "small"]
+
+
+def test_a_job_takes_those_of_others_that_wait_for_nothing_else(thread):
+    taken, busy = [], Owner()
+
+    def take():
+        jobs = thread.compute.take_with(lambda job: job.detail != "other", 0, 0.0)
+        taken.extend(job.detail for job in jobs)
+        for job in jobs:
+            thread.compute.run(job)
+
+    def queue():
+        thread.put("leader", Priority.BACKWARD, then=take, detail="leader")
+        thread.put("a", Priority.BACKWARD, detail="a")
+        thread.put("prompt", Priority.GENERATION, owner=busy)
+        thread.put("after the prompt", Priority.BACKWARD, owner=busy, detail="busy")
+        thread.put("other", Priority.BACKWARD, detail="other")
+        thread.put("b", Priority.BACKWARD, detail="b")
+
+    thread.put("queue", Priority.CLEANUP, then=queue)
+    wait_until(lambda: len(thread.order) == 7)
+    assert sorted(taken) == ["a", "b"]
+    assert thread.order.index("leader") < thread.order.index("a") < thread.order.index("other")
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_job_waits_for_others_only_while_nothing_else_waits(thread, another):
+    found = []
+
+    def take():
+        found.append(thread.compute.take_with(lambda job: True, 1, 30.0))
+
+    thread.put("leader", Priority.BACKWARD, then=take)
+    if another:
+        thread.put("another", Priority.BACKWARD)
+        wait_until(lambda: "another" in thread.order)
+        assert found == [[]]
+    else:
+        thread.put("late", Priority.BACKWARD, detail="late")
+        wait_until(lambda: found)
+        assert [job.detail for job in found[0]] == ["late"]
