@@ -28,7 +28,7 @@ class Status:
     With --serve, show the status on a page instead, at http://127.0.0.1:PORT, and in the format of
     Prometheus, at /metrics.
 
-    The exit status is 0 if the run is active or has completed, and 1 if it failed or was killed.
+    Without --serve, the exit status is 1 if the run failed or was killed, else 0.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path, argument("RUN_FOLDER")]

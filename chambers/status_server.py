@@ -53,18 +53,19 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     """Return the application; it reads the run's folder for each request."""
     registry = CollectorRegistry()
     registry.register(_Metrics(directory))
+    refresh = {"Refresh": "2"}  # in seconds
 
     def page(_: Request) -> Response:
         console = Console(file=io.StringIO(), record=True, width=140, markup=False, emoji=False)
         console.print(render(look(directory, coordinator)))
         text = console.export_html(code_format=_PAGE, inline_styles=True)
-        return HTMLResponse(text, headers={"Refresh": "2"})
+        return HTMLResponse(text, headers=refresh)
 
     def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     def unreadable(_: Request, error: Exception) -> Response:
-        return PlainTextResponse(f"{directory} can't be read: {error}\n", 503)
+        return PlainTextResponse(f"{directory} can't be read: {error}\n", 503, refresh)
 
     return Starlette(
         routes=[Route("/", page), Route("/metrics", metrics)],
@@ -104,9 +105,9 @@ def _of_run(seen: Seen) -> Iterator[Metric]:
 def _of_clients(seen: Seen) -> Iterator[Metric]:
     """Yield each client's numbers: of the last round, or totals of its finished lanes."""
     for event, key, description in (
-        ("train", "loss", "Mean training loss in the last round, in nats per token"),
-        ("train", "tokens", "Tokens in the last round"),
-        ("train", "seconds", "Seconds of training in the last round"),
+        ("train", "loss", "Mean training loss in the client's last round, in nats per token"),
+        ("train", "tokens", "Tokens in the client's last round"),
+        ("train", "seconds", "Seconds of training in the client's last round"),
         ("evaluate", "loss", "Held-out loss of each model, in nats per token"),
         ("lane", "bytes_up", "Bytes that the server has received"),
         ("lane", "bytes_down", "Bytes that the server has sent"),

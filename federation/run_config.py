@@ -281,28 +281,6 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     return config
 
 
-def configuration_table() -> str:
-    """Return ``docs/configuration.md``: all keys with defaults, allowed values and meanings."""
-    lines = [
-        "# Run configuration",
-        "",
-        "Settings are given with `flwr run . --run-config 'rounds=3 train.learning-rate=1e-3'`, "
-        "with a TOML file (`--run-config presets/fedjudge.toml`), or in `[tool.flwr.app.config]` "
-        "of `pyproject.toml`; in simulation also with `chambers train fedjudge rounds=3`. "
-        "Defaults are the FedJudge paper's values where the paper states any. Mistakes are "
-        "reported before anything starts. This page is generated from the code: "
-        "`python -m federation.run_config > docs/configuration.md`.",
-        "",
-        "| key | default | allowed | meaning |",
-        "|---|---|---|---|",
-    ]
-    for key, field, value in leaves(RunConfig()):
-        shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
-        meaning = str(field.description).replace("|", "\\|")
-        lines.append(f"| `{key}` | `{shown}` | {_allowed(field)} | {meaning} |")
-    return "\n".join(lines) + "\n"
-
-
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield the dotted key, field and value of every setting, in the order of declaration."""
     for name, field in type(section).model_fields.items():
@@ -321,7 +299,7 @@ def _explain(
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:
         return f"  {reason}"
-    return f"  {key} = {values.get(key)!r}: {reason} (allowed: {_allowed(fields[key])})"
+    return f"  {key} = {values.get(key)!r}: {reason} (allowed: {allowed(fields[key])})"
 
 
 def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:
@@ -330,7 +308,7 @@ def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:
     return f"  {key} = {value!r}: unknown key; {hint}"
 
 
-def _allowed(field: FieldInfo) -> str:
+def allowed(field: FieldInfo) -> str:
     """Describe a field's type and bounds."""
     annotation = field.annotation
     if get_origin(annotation) is Literal:
@@ -343,7 +321,3 @@ def _allowed(field: FieldInfo) -> str:
         if getattr(item, name, None) is not None
     ]
     return ", ".join([kind, *bounds])
-
-
-if __name__ == "__main__":
-    print(configuration_table(), end="")

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from federation.run_config import StrategyName, leaves
+from federation.run_config import StrategyName
 from finetuning.errors import UserError
 from finetuning.settings import kebab_case
 
@@ -226,22 +226,6 @@ def read_policy(path: str) -> SitePolicy:
     return policy
 
 
-def policy_table() -> str:
-    """Return the table of all keys for ``docs/policy.md``."""
-    lines = ["| key | default | meaning |", "|---|---|---|"]
-    lines += [
-        f"| `{key}` | {_shown(value)} | {field.description} |"
-        for key, field, value in leaves(SitePolicy())
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == "":
-        return "–"
-    return f"`{str(value).lower()}`"
-
-
 def _explain(problem: dict[str, Any]) -> str:
     """Return a key and its error, without the value, which is private to the site."""
     key = ".".join(str(part) for part in problem["loc"])
@@ -249,7 +233,3 @@ def _explain(problem: dict[str, Any]) -> str:
         return f"{key}: unknown key; docs/policy.md lists all keys"
     reason = problem["msg"].removeprefix("Value error, ")
     return f"{key}: {reason}" if key else reason
-
-
-if __name__ == "__main__":
-    print(policy_table(), end="")

@@ -69,6 +69,10 @@ def replacing(target: Path) -> Iterator[Path]:
                 _remove(old)
             else:
                 aside.replace(target)
+        except OSError as error:
+            if error.filename == str(aside):
+                error.filename = str(target)
+            raise
         finally:
             _remove(aside)
 

@@ -8,7 +8,8 @@ from flwr.common.config import flatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from federation.run_config import ConfigError, RunConfig, configuration_table, parse_run_config
+from federation.run_config import ConfigError, RunConfig, parse_run_config
+from tests.setting_tables import run_config_table
 
 ROOT = Path(__file__).parent.parent
 KEYS = sorted(RunConfig().flat())
@@ -20,7 +21,7 @@ def test_pyproject_has_every_key_with_its_default():
 
 
 def test_documentation_is_current():
-    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_table()
+    assert run_config_table() in (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_flat_and_parse_are_inverse():

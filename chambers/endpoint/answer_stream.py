@@ -36,6 +36,10 @@ class Request:
     likeliest: int | None = None  # number of tokens in ``Piece.likeliest``; None to omit all
     cancelled: threading.Event = field(default_factory=threading.Event)
 
+    def __post_init__(self) -> None:
+        if self.temperature < 0.01:  # divided by almost 0, logits would be infinite
+            self.temperature = 0.0
+
     def shares_batch_with(self, other: "Request") -> bool:
         """Return whether both can be answered by one call of ``generate``.
 

@@ -2,9 +2,8 @@
 
 import logging
 import os
-import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import set_seed
 from split.protocol.errors import LaneError
 
+BROKEN = "a GPU kernel has failed, after which this process can run none"
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +77,7 @@ class Answerer:
         self.waiting: list[Request] = []
         self._running: list[Request] = []
         self.broken = False  # whether a GPU kernel has failed, so that no request can be answered
+        self.on_broken: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
@@ -121,7 +122,9 @@ class Answerer:
         return min(self.limits.max_new_tokens, int(positions) - prompt_length)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raise `BusyError` if too many are waiting."""
+        """Queue a request; raise `BusyError` if too many are waiting, or ``CommandError``."""
+        if self.broken:
+            raise CommandError(BROKEN)
         with self._changed:
             self.waiting = [r for r in self.waiting if not r.cancelled.is_set()]
             if len(self.waiting) >= self.limits.queue:
@@ -149,8 +152,7 @@ class Answerer:
                     self._close()
                 elif is_broken():
                     self.broken = True
-                    # The HTTP server ends the process in order at this signal.
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    self.on_broken()
 
     def _close(self) -> None:
         resources, self._resources, self._model = self._resources, ExitStack(), None

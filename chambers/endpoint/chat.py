@@ -1,6 +1,5 @@
 """``chambers chat``: chat with one or several models in the terminal."""
 
-import readline  # noqa: F401 - edits and recalls lines that `input` reads
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +43,8 @@ class Chat(ModelsOptions):
         temperature = _temperature(str(self.temperature))
         self.check_models()
         prompt = "> " if sys.stdin.isatty() else ""
+        with suppress(ImportError):  # some builds of Python lack it
+            import readline  # noqa: F401 - edits and recalls lines that `input` reads
         with self.answerer(batch_size=1, queue=len(self.adapters or []) + 1) as answerer:
             chat = _Chat(answerer, [next(iter(answerer.sources))], temperature)
             if prompt:
@@ -125,7 +126,8 @@ class _Chat:
                 request.cancelled.set()
         print() if len(texts) == 1 else _print_columns(texts)
         for model, text in texts.items():
-            self.turns[model] = [*asked[model], {"role": "assistant", "content": text}]
+            if text.strip():  # chat templates allow no empty answers
+                self.turns[model] = [*asked[model], {"role": "assistant", "content": text}]
 
 
 def _temperature(text: str) -> float:

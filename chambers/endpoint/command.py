@@ -1,9 +1,11 @@
 """The command ``chambers api`` and its options."""
 
 import ipaddress
+import os
 import signal
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +59,7 @@ class Api(ModelsOptions):
         with listener:
             import uvicorn
 
+            from chambers.endpoint.answering import BROKEN
             from chambers.endpoint.routes import routes
 
             with self.answerer(self.batch_size, self.queue) as answerer:
@@ -74,9 +77,10 @@ class Api(ModelsOptions):
                 # uvicorn ends at these signals, and then raises them again.
                 for name in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(name, lambda *_: None)
+                answerer.on_broken = partial(os.kill, os.getpid(), signal.SIGTERM)
                 uvicorn.Server(config).run(sockets=[listener])
             if answerer.broken:
-                raise CommandError("a GPU kernel has failed, after which this process can run none")
+                raise CommandError(BROKEN)
         return 0
 
     def _key(self) -> str | None:

@@ -32,7 +32,6 @@ from finetuning.errors import UserError
 
 _INVALID = "invalid_request_error"
 _MAX_BODY = 4 * 2**20  # in bytes
-_LOWEST_TEMPERATURE = 0.01
 # Seconds between checks whether the client is still connected.
 _CHECK_SECONDS = 0.5
 
@@ -221,7 +220,7 @@ class _Endpoint:
                 prompt=tokens,
                 max_tokens=wanted.answer_tokens or limit,
                 emit=pieces.emit,
-                temperature=_temperature(wanted.temperature),
+                temperature=1.0 if wanted.temperature is None else wanted.temperature,
                 top_p=1.0 if wanted.top_p is None else wanted.top_p,
                 seed=wanted.seed,
                 stop=wanted.stops,
@@ -277,12 +276,6 @@ class _Pieces:
         finally:
             watching.cancel()
             self.cancel()
-
-
-def _temperature(wanted: float | None) -> float:
-    # Divided by almost 0, logits are infinite.
-    temperature = 1.0 if wanted is None else wanted
-    return temperature if temperature >= _LOWEST_TEMPERATURE else 0.0
 
 
 def _event(content: dict[str, Any]) -> str:

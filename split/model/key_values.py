@@ -79,11 +79,11 @@ class KeyValues:
     @staticmethod
     def extend_together(
         texts: Sequence["KeyValues"], given: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> list[torch.Tensor]:
         """Compute the blocks for the next token of the rows of several caches in one pass.
 
         ``given`` are the caches' states, each (rows, 1, hidden), and so are the results. Adapters
-        must have been selected with `Part.using_together`.
+        must have been selected with `Part.using_together`. After an error, nothing is cached.
         """
         first, rows = texts[0], [len(states) for states in given]
         columns = max(each.length for each in texts) + 1
@@ -93,12 +93,21 @@ class KeyValues:
                 missing = columns - value.shape[1] if name == "attention_mask" else 0
                 inputs.setdefault(name, []).append(pad(value, (missing, 0)))
             each.columns += 1
-        output = first._computed(
-            torch.cat([to_device(states, first._part.device) for states in given]),
-            {name: torch.cat(values) for name, values in inputs.items()},
-            _OwnBlocks.joined([each.cache for each in texts], rows),
-        )
-        return torch.split(output, rows)
+        try:
+            output = first._computed(
+                torch.cat([to_device(states, first._part.device) for states in given]),
+                {name: torch.cat(values) for name, values in inputs.items()},
+                _OwnBlocks.joined([each.cache for each in texts], rows),
+            )
+        except Exception:  # some blocks may have cached the token
+            for each in texts:
+                assert each.cache is not None
+                each.columns -= 1
+                for layer in each.cache.layers:
+                    layer.crop(min(0, each.length - layer.get_seq_length()))
+            raise
+        # A view would keep all rows in memory until a slow client has received its own.
+        return [part.clone() for part in torch.split(output, rows)]
 
     def _computed(self, given: torch.Tensor, inputs: dict[str, Any], cache: Any) -> torch.Tensor:
         inputs = self._part.inputs_of(given) | inputs

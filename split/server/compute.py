@@ -131,7 +131,8 @@ class ComputeThread:
                 oldest = {id(job.owner): job for job in reversed(self._waiting)}.values()
                 found = [job for job in oldest if job.detail is not None and fits(job)]
                 left = until - self._clock()
-                if len(found) >= count or len(found) < len(self._waiting) or left <= 0:
+                able = [job for job in self._waiting if job.tokens <= self._free]
+                if len(found) >= count or len(found) < len(able) or left <= 0:
                     self._waiting = [job for job in self._waiting if job not in found]
                     return found
                 self._changed.wait(left)

@@ -156,6 +156,7 @@ class EvaluationSession(Session):
         if self._answer is not None:
             answer, self._answer = self._answer, None
             return answer
+        began = time.perf_counter()
         lanes, seconds = self.compute.last_pass
         jobs = self.compute.take_with(lambda job: self._fits(job, texts), lanes - 1, seconds / 2)
         if not jobs:
@@ -168,11 +169,18 @@ class EvaluationSession(Session):
         try:
             with self._body.using_together([s._name for s in sessions], [len(g) for g in given]):
                 answers = KeyValues.extend_together([s._key_values for s in sessions], given)
-        except Exception as error:
+        except Exception:  # perhaps memory ran out: run each alone, so that it affects no other
+            self.compute.last_pass = 1, 0.0
             for job in jobs:
-                job.owner.failed(error)
-            raise
-        self.compute.last_pass = len(sessions), time.perf_counter() - started
+                self.compute.run(job)
+            self._body.use(self._name)
+            return texts.extend(extension.hidden)
+        seconds = time.perf_counter() - started
+        self.compute.last_pass = len(sessions), seconds
+        # Each job is charged for its share, although the first one has computed the others' too.
+        self.account.seconds_computing -= time.perf_counter() - began
+        for session, rows in zip(sessions, given, strict=True):
+            session.account.seconds_computing += seconds * len(rows) / sum(map(len, given))
         for job, other, answer in zip(jobs, others, answers[1:], strict=True):
             other._answer = answer
             self.compute.run(job)

@@ -4,7 +4,9 @@ import io
 import sys
 
 import pytest
+import torch
 
+from chambers.endpoint.answer_stream import AnswerStream, Piece
 from tests.chambers.conftest import refused, told
 from tests.chambers.test_api import TOKENS, adapters, answering, text_of
 
@@ -48,6 +50,19 @@ def test_models_answer_in_columns(run_folder, capsys, monkeypatch):
     together = chatted(capsys, monkeypatch, ["/use base global", QUESTION], own).split()
     assert together[:2] == ["base", "global"]
     assert sorted(together[2:]) == sorted([*separate[0], *separate[1]])
+
+
+def test_an_empty_answer_is_forgotten(run_folder, capsys, monkeypatch):
+    own, _ = adapters(run_folder)
+    monkeypatch.setattr(AnswerStream, "__call__", ended_at_once)
+    assert not chatted(capsys, monkeypatch, [QUESTION, QUESTION], own).strip()
+
+
+def ended_at_once(stream, input_ids, *_, **__):
+    for row in stream._rows:
+        row.over = True
+        row.request.emit(Piece("", finish_reason="stop"))
+    return torch.ones(len(input_ids), dtype=torch.bool)
 
 
 def test_a_mistake_ends_nothing(run_folder, capsys, monkeypatch):

@@ -17,10 +17,11 @@ from federation.answers import ANSWERS
 from federation.messages import ARRAYS, CONFIG, LANE, METRICS
 from federation.node_config import is_simulation
 from federation.run_config import parse_run_config
-from federation.site_policy import PolicyError, SitePolicy, policy_table, read_policy
+from federation.site_policy import PolicyError, SitePolicy, read_policy
 from finetuning.model.fingerprint import digest
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
+from tests.setting_tables import policy_table
 
 ROOT = Path(__file__).parent.parent.parent
 
