@@ -22,9 +22,9 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow and not nightly and not accelerator" -n $(WORKERS) --dist worksteal $(PYTEST)
 
 # Neighbouring tests share a deployment, so they should run in the same process. They often wait for other
-# processes, so five of them run at once even on fewer cores.
+# processes, so four of them run at once even on fewer cores.
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m "slow and not nightly" -n 5 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -m "slow and not nightly" -n 4 --dist worksteal $(PYTEST)
 
 # Use a separate process, because torch must have the fake devices before the project is imported.
 ACCELERATOR = $(BIN)/python -m pytest -p tests.accelerator.plugin tests/accelerator
