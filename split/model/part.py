@@ -53,6 +53,8 @@ class Part:
         self._layers: list[Any] = []
         self._prefixes: dict[str | None, BlockPrefixes] = {}
         self._used: str | None = None
+        # The last rows' adapters in `using_together`, and the stacked factors of each layer.
+        self._together: tuple[Sequence[str | None], Sequence[tuple[Any, Any]]] | None = None
 
     def __call__(self, given: torch.Tensor, padding: Padding) -> torch.Tensor:
         """Compute this party's blocks with the adapter in use.
@@ -134,19 +136,34 @@ class Part:
         ``rows`` are the groups' numbers of rows; None stands for the base model. The groups'
         prefixes must be in their caches already.
         """
-        lora = [None if name in self._prefixes else name for name in names]
-        slots = ["__base__" if name is None else self._slots[name] for name in lora]
-        of_rows = [slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)]
-
-        def choose(_: Any, arguments: Any, others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return arguments, others | {"adapter_names": of_rows}
-
-        self._select(next((name for name in lora if name is not None), None))
+        layers = [layer for layer in self._layers if layer.lora_A]  # others had removed adapters
+        of_rows = [name for name, count in zip(names, rows, strict=True) for _ in range(count)]
+        if self._together is None or self._together[0] != of_rows:
+            self._together = of_rows, [self._factors(layer, of_rows) for layer in layers]
+        self._select(None)
         with ExitStack() as hooks:
-            for layer in self._layers:
-                hook = layer.register_forward_pre_hook(choose, with_kwargs=True)
-                hooks.callback(hook.remove)
+            for layer, (first, second) in zip(layers, self._together[1], strict=True):
+
+                def add(_: Any, given: Any, output: Any, a: Any = first, b: Any = second) -> Any:
+                    return output + (given[0].to(a.dtype) @ a @ b).to(output.dtype)
+
+                hooks.callback(layer.register_forward_hook(add).remove)
             yield
+
+    def _factors(self, layer: Any, names: Sequence[str | None]) -> tuple[Any, Any]:
+        """Return each row's LoRA factors, (rows, in, rank) and (rows, rank, out), scaled."""
+        any_slot = next(iter(layer.lora_A))
+        none = [torch.zeros_like(m[any_slot].weight.mT) for m in (layer.lora_A, layer.lora_B)]
+        pairs = []
+        for name in names:
+            slot = self._slots.get(name or "")
+            pair = none
+            if slot in layer.lora_A:
+                pair = [layer.lora_A[slot].weight.mT, layer.lora_B[slot].weight.mT]
+                pair = [pair[0] * layer.scaling[slot], pair[1]]
+            pairs.append(pair)
+        first, second = (torch.stack([pair[i].detach() for pair in pairs]) for i in (0, 1))
+        return first, second
 
     def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights, sorted and keyed by name in the whole model's saved adapter.
@@ -226,6 +243,7 @@ class Part:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
+        self._together = None
         for path, parameter in self.model.named_parameters():
             if "lora_" in path:
                 parameter.requires_grad_(True)
