@@ -19,6 +19,7 @@ def chatted(capsys, monkeypatch, lines, *words):
     return told(capsys, "chat", *words, "--max-new-tokens", TOKENS)
 
 
+@pytest.mark.slow
 def test_each_model_goes_on_with_its_own_answers(run_folder, capsys, monkeypatch):
     lines = [QUESTION, "/use alpha", QUESTION, "/use global", "why", "/new", QUESTION]
     said = chatted(capsys, monkeypatch, lines, *adapters(run_folder)).splitlines()
@@ -41,6 +42,7 @@ def test_each_model_goes_on_with_its_own_answers(run_folder, capsys, monkeypatch
     assert [line.strip() for line in said] == expected
 
 
+@pytest.mark.slow
 def test_models_answer_in_columns(run_folder, capsys, monkeypatch):
     own, _ = adapters(run_folder)
     separate = [
@@ -52,6 +54,7 @@ def test_models_answer_in_columns(run_folder, capsys, monkeypatch):
     assert sorted(together[2:]) == sorted([*separate[0], *separate[1]])
 
 
+@pytest.mark.slow
 def test_an_empty_answer_is_forgotten(run_folder, capsys, monkeypatch):
     own, _ = adapters(run_folder)
     monkeypatch.setattr(AnswerStream, "__call__", ended_at_once)

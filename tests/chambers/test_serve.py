@@ -106,6 +106,7 @@ class CuttingProxy(Proxy):
                 end.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
     """The batch is generated again, with the same random numbers."""
     adapter = run_folder / "adapters" / "global"

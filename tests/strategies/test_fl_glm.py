@@ -52,6 +52,7 @@ def finished(tmp_path_factory, deep_checkpoint, client_folders):
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["serial", nightly("hierarchical")])
 def test_clients_and_server_learn(finished, schedule):
     _, journal = finished(schedule)
@@ -150,6 +151,7 @@ def test_both_schedules_agree_on_one_client(split_values, tmp_path):
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.slow
 def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, finished):
     """And gives the loss that was measured through lanes."""
     from peft import PeftModel

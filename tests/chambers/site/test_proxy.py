@@ -97,6 +97,7 @@ def checked(coordinator, capsys) -> str:
     return str(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "at_once", "per_second"),
     [

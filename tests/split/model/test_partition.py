@@ -186,9 +186,9 @@ def test_exactness_is_checked_once_at_the_real_depth(random_checkpoint, monkeypa
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("Gemma3nText", {"num_hidden_layers": 10}, "Gemma3nForCausalLM can't be used"),
-        ("Mamba", {}, "MambaForCausalLM can't be used"),
-        ("Bert", {}, "BertLMHeadModel can't be used .* not causal"),
+        ("Gemma3nText", {"num_hidden_layers": 10}, "Gemma3nForCausalLM can't be split"),
+        ("Mamba", {}, "MambaForCausalLM can't be split"),
+        ("Bert", {}, "BertLMHeadModel can't be split .* not causal"),
     ],
 )
 def test_what_is_not_exact_is_refused_by_name(

@@ -126,6 +126,7 @@ CUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, nightly(4)])
 def test_a_stack_waits_for_a_member_that_comes_back(base, beginning, window):
     split = split_settings(schedule="client-batch", window=window)
