@@ -176,6 +176,7 @@ def test_changed_files_are_noticed(worker, request_, checkpoint, tmp_path):
     assert "is not the run's: it was changed" in problem
 
 
+@pytest.mark.slow
 def test_an_exception_crosses_by_its_name_alone(worker, request_):
     request_.message.metadata.message_type = "train.unknown"
     with pytest.raises(FailedInWorkerError, match=r"^ValueError$"):

@@ -91,6 +91,7 @@ def test_clients_accept_an_average_where_something_is_averaged(
     assert [most > 0 for most in accepted] == [False, every > 0, False]
 
 
+@pytest.mark.slow
 def test_all_parts_are_averaged_by_data_size(finished):
     _, journal = finished("hierarchical")
     shares = {"alpha": 24 / 44, "beta": 12 / 44, "gamma": 8 / 44}

@@ -299,6 +299,7 @@ except DataError as error:
 """
 
 
+@pytest.mark.slow
 def test_no_private_text_is_left_in_a_cache(tmp_path):
     data, home = tmp_path / "data", tmp_path / "home"
     data.mkdir()

@@ -312,6 +312,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(copied, monkeypatch):
         load_base_model(ModelSettings(name=str(copied)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_s_own_code_is_not_run_whoever_answers_the_question(checkpoint, tmp_path):
     """Not even if standard input says yes to the question that transformers asks."""
     shutil.copytree(checkpoint, tmp_path / "model")

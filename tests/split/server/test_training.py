@@ -65,6 +65,7 @@ def test_one_client_equals_centralised_training(base, beginning, head, tail, sch
     assert (account.steps, account.error) == (STEPS, "")
 
 
+@pytest.mark.slow
 def test_turns_equal_copies_of_head_and_tail_around_one_body(base, beginning):
     split = split_settings()
     trained, losses = {}, {}
