@@ -68,11 +68,10 @@ class KeyValues:
 
     @cached_property
     def can_join(self) -> bool:
-        """Whether `extend_together` supports the part: one device, no windows, no experts."""
+        """Whether `extend_together` supports the part, which has neither windows nor experts."""
         paths = (path for path, _ in self._backbone.named_modules())
         return (
             self.cache is not None
-            and len({p.device for p in self._backbone.parameters()}) == 1
             and all(type(layer) is DynamicLayer for layer in self.cache.layers)
             and not any("expert" in path for path in paths)
         )

@@ -141,10 +141,14 @@ int64_t last_number = 0;
 // Make a device's queued copies up to a number.
 void carry_out(DeviceIndex device, int64_t number = INT64_MAX) {
   AutoDispatchBelowADInplaceOrView below;
+  // Freed after the lock, because freeing a tensor may need Python's lock, and the thread that has
+  // Python's lock may wait for this one in `record`.
+  std::vector<Queued> made;
   std::lock_guard<std::mutex> lock(queue_lock);
   std::erase_if(queue, [&](const Queued& copy) {
     if (copy.device != device || copy.number > number) return false;
     copy.target.copy_(copy.content);
+    made.push_back(copy);
     return true;
   });
 }
