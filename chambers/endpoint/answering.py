@@ -122,7 +122,10 @@ class Answerer:
         return min(self.limits.max_new_tokens, int(positions) - prompt_length)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raise `BusyError` if too many are waiting, or ``CommandError``."""
+        """Queue a request.
+
+        Raise `BusyError` if too many are waiting, or ``CommandError`` if a GPU kernel has failed.
+        """
         if self.broken:
             raise CommandError(BROKEN)
         with self._changed:

@@ -136,7 +136,7 @@ class Part:
         ``rows`` are the groups' numbers of rows; None stands for the base model. The groups'
         prefixes must be in their caches already.
         """
-        layers = [layer for layer in self._layers if layer.lora_A]  # others had removed adapters
+        layers = [layer for layer in self._layers if layer.lora_A]  # all adapters may be removed
         of_rows = [name for name, count in zip(names, rows, strict=True) for _ in range(count)]
         if self._together is None or self._together[0] != of_rows:
             self._together = of_rows, [self._factors(layer, of_rows) for layer in layers]
@@ -153,11 +153,11 @@ class Part:
     def _factors(self, layer: Any, names: Sequence[str | None]) -> tuple[Any, Any]:
         """Return each row's LoRA factors, (rows, in, rank) and (rows, rank, out), scaled."""
         any_slot = next(iter(layer.lora_A))
-        none = [torch.zeros_like(m[any_slot].weight.mT) for m in (layer.lora_A, layer.lora_B)]
+        zeros = [torch.zeros_like(m[any_slot].weight.mT) for m in (layer.lora_A, layer.lora_B)]
         pairs = []
         for name in names:
             slot = self._slots.get(name or "")
-            pair = none
+            pair = zeros
             if slot in layer.lora_A:
                 pair = [layer.lora_A[slot].weight.mT, layer.lora_B[slot].weight.mT]
                 pair = [pair[0] * layer.scaling[slot], pair[1]]

@@ -75,7 +75,6 @@ class State(Enum):
     CHOSEN = "JOIN, hidden states, or END"
     CACHED = "the next tokens or endings of the cached texts, new prompts, STEP, JOIN, or END"
     COMPLETE = "new prompts, STEP, JOIN, or END"
-    ENDED = "nothing"
 
 
 class Evaluation:
@@ -119,7 +118,6 @@ class Evaluation:
         Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
         """
         if frame.kind is Kind.END:
-            self.state = State.ENDED
             return None
         if frame.kind is Kind.JOIN:
             return self._choice(frame)

@@ -110,7 +110,6 @@ class State(Enum):
     JOINING = "JOIN"
     BETWEEN_STEPS = "the first micro-batch of a step, AVERAGE, or END"
     IN_STEP = "micro-batches, their gradients, or STEP"
-    ENDED = "nothing"
 
 
 class TrainingRound:
@@ -177,7 +176,6 @@ class TrainingRound:
                 raise ProtocolError(
                     f"the round ended after {self._step} of {self.plan.steps} steps"
                 )
-            self.state = State.ENDED
             return None
         if frame.step != self._step:
             raise ProtocolError(f"received a frame of step {frame.step} in step {self._step}")
