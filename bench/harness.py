@@ -179,7 +179,7 @@ def make_table(title: str, *headings: str) -> Table:
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines as Markdown, which ``bench.pages`` copies to the documentation."""
+    """Print tables and lines as Markdown."""
     for part in parts:
         print(f"{_markdown(part) if isinstance(part, Table) else part}\n", flush=True)
 

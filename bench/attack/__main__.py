@@ -3,8 +3,7 @@
 In the attack of FL-GLM section 4.3.3, a decoder is trained on a colluding client's hidden states
 and texts, and then applied to another client's hidden states. Other attacks use the public model.
 Each cell of the tables is stored as a file in the output folder; later runs with the same settings
-read the file. With ``--document``, a record of all cells and the tables are written to the named
-folder; ``python -m bench.pages`` then puts the tables into ``attack.md``.
+read the file. ``--record`` writes all cells to one file.
 """
 
 import json
@@ -18,7 +17,7 @@ import torch
 
 from bench.attack.cells import Cell, Sizes, cells_of
 from bench.attack.measuring import Attacked
-from bench.attack.report import tables, write_results
+from bench.attack.report import one_cell_per_line, tables
 from bench.attack.texts import GENERATED, generated_texts, texts_in
 from bench.harness import command
 from finetuning.files import write_json
@@ -39,9 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--output", type=Path, default=Path("runs/attack"))
-    parser.add_argument(
-        "--document", type=Path, help="folder for the record and tables, such as docs"
-    )
+    parser.add_argument("--record", type=Path, help="file for all cells, such as docs/attack.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
@@ -60,9 +57,9 @@ def main() -> None:
         for cell in cells:
             file = arguments.output / f"{cell.name}.json"
             record["cells"].append(_measured(cell, attacked, file, settings | inputs))
-    if arguments.document:
-        write_results(record, arguments.document)
-    print(*tables(record).values(), sep="\n")
+    if arguments.record:
+        arguments.record.write_text(one_cell_per_line(record), encoding="utf-8")
+    print(*tables(record), sep="\n")
 
 
 def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:

@@ -4,12 +4,10 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from bench.attack.cells import Cell
 
-RECORD = "attack.json"
 _ATTACKS = {
     "linear": "decoder, linear",
     "transformer": "decoder, Transformer",
@@ -26,25 +24,16 @@ _READ = ("decoder: ROUGE-1", "decoder: tokens read", "search: tokens read")
 Record = dict[str, Any]
 
 
-def write_results(record: Record, folder: Path) -> None:
-    """Write the record and the tables into a folder of pages."""
-    (folder / "recorded").mkdir(exist_ok=True)
-    (folder / RECORD).write_text(_one_cell_a_line(record), encoding="utf-8")
-    for name, content in tables(record).items():
-        (folder / name).write_text(content, encoding="utf-8")
-
-
-def tables(record: Record) -> dict[str, str]:
-    """Return the tables as Markdown, by file name."""
-    made = {
-        "head-blocks": _by_head_blocks(record),
-        "wire-types": _by_wire_type(record),
-        "noise": _by_noise(record),
-        "network": _on_the_network(record),
-        "adapters": _with_adapters(record),
-        "gradients": _from_gradients(record),
-    }
-    return {f"recorded/attack-{name}.md": table for name, table in made.items()}
+def tables(record: Record) -> list[str]:
+    """Return the tables as Markdown."""
+    return [
+        _by_head_blocks(record),
+        _by_wire_type(record),
+        _by_noise(record),
+        _on_the_network(record),
+        _with_adapters(record),
+        _from_gradients(record),
+    ]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -52,7 +41,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join([first, "|" + "---|" * len(headings) + "\n", *others])
 
 
-def _one_cell_a_line(record: Record) -> str:
+def one_cell_per_line(record: Record) -> str:
     """Return the record as JSON with one cell per line, for readable diffs."""
     settings = json.dumps({**record, "cells": []}, indent=1)
     cells = ",\n  ".join(json.dumps(cell) for cell in record["cells"])
