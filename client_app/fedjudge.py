@@ -1,14 +1,18 @@
 """The client side of FedJudge and FedProx: clients have the whole model and exchange adapters."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import torch
+from flwr.common import log
 
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
+from client_app.state import ClientState
 from client_app.task import Metrics, Task, training_metrics
 from federation.messages import ARRAYS, IMPORTANCE
 from federation.run_config import RunConfig
@@ -24,6 +28,7 @@ from finetuning.adapters.adapter import (
 from finetuning.adapters.robust_aggregation import distance
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
+from finetuning.errors import DeadlineError
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
@@ -87,31 +92,72 @@ def train(task: Task) -> tuple[State, Metrics]:
         weighted, count = penalty.distance(), sum(value.numel() for value in adapter.values())
         metrics["importance-distance"], metrics["lambda"] = weighted, penalty.weight
         metrics["mean-importance-distance"] = weighted / count
+    if task.config.evaluate.alone:
+        _train_alone(task)
     return adapter, metrics
 
 
+def _train_alone(task: Task) -> None:
+    """Train the model that learns from this client's rows alone, with the steps of the round.
+
+    It starts from the run's first adapter, so there is none at a client that missed the first
+    round. If the time limit is reached, there is none, either; the round's result isn't lost.
+    """
+    number, state, config = task.instruction.round, _state_alone(task), task.config
+    adapter = task.arrays[ARRAYS] if number == 1 else state.adapter(number - 1)
+    if adapter is None:
+        return
+    settings = {
+        "strategy": "fedjudge-base",
+        "evaluate": config.evaluate.model_copy(update={"alone": False}),
+    }
+    try:
+        train(
+            replace(
+                task,
+                state=state,
+                arrays={ARRAYS: adapter},
+                instruction=replace(task.instruction, importance=False),
+                config=config.model_copy(update=settings),
+            )
+        )
+    except DeadlineError:
+        log(WARNING, "%s: too little time to train a model alone", task.institution.name)
+        state.forget_from(0)
+
+
+def _state_alone(task: Task) -> ClientState:
+    """Return the state of the model that this client trains alone."""
+    name = f"{task.institution.name}/alone"
+    return ClientState(task.config.state_path, task.instruction.lineage, name)
+
+
 def evaluate(task: Task) -> Evaluation:
-    """Evaluate the base, global and personalised models as requested.
+    """Evaluate the base, global, personalised and alone-trained models as requested.
 
     If requested, compute the importance J at the global adapter.
     """
     instruction, adapter = task.instruction, task.arrays[ARRAYS]
     model, tokenizer = _model_of(task)
     model.deadline = task.deadline
-    personalised = task.state.adapter(instruction.round)
+    states = {"personalised": task.state}
+    if task.config.evaluate.alone:
+        states["alone"] = _state_alone(task)
+    saved = {kind: state.adapter(instruction.round) for kind, state in states.items()}
+    own = {kind: state for kind, state in saved.items() if state is not None}
     result = Evaluation()
     if instruction.losses:
         if instruction.round == 0:
             with model.without_adapter():
                 result.measure(kind="base", model=model, tokenizer=tokenizer, task=task)
-        elif personalised is not None:
-            load_adapter(model.peft_model, personalised)
-            result.measure(kind="personalised", model=model, tokenizer=tokenizer, task=task)
+        else:
+            for kind, state in own.items():
+                load_adapter(model.peft_model, state)
+                result.measure(kind=kind, model=model, tokenizer=tokenizer, task=task)
     load_adapter(model.peft_model, adapter)
     if instruction.losses and (instruction.round > 0 or task.config.initial_adapter):
         result.measure(kind="global", model=model, tokenizer=tokenizer, task=task)
     if instruction.final:
-        own = {} if personalised is None else {"personalised": personalised}
         peft_config = model.peft_model.peft_config["default"]
         save_final_adapters(task, {"global": adapter} | own, peft_config)
     if instruction.importance:

@@ -176,6 +176,11 @@ def _check_privacy(config: RunConfig) -> None:
         "privacy.epsilon: answers contain text of single rows",
     )
     require(
+        not config.evaluate.alone,
+        "evaluate.alone = true",
+        "privacy.epsilon: the model alone would be trained without noise",
+    )
+    require(
         config.train.optimizer_state == "reset",
         'train.optimizer-state = "keep"',
         "privacy.epsilon: an optimizer state could come from training without noise",

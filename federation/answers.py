@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Message
 from federation.messages import one_line
 
 ANSWERS = "answers"
-MODELS = ("base", "global", "personalised")
+MODELS = ("base", "alone", "global", "personalised")
 
 
 @dataclass(frozen=True)

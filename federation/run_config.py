@@ -193,6 +193,10 @@ class RunConfig(Section):
     def _can_be_split(self) -> "RunConfig":
         if self.strategy != "fl-glm":
             return self
+        if self.evaluate.alone:
+            raise ValueError(
+                'evaluate.alone needs the whole model at each client; strategy = "fl-glm" splits it'
+            )
         if self.split.average_every and self.split.schedule != "hierarchical":
             raise ValueError(
                 'split.average-every is for split.schedule = "hierarchical"; other schedules '

@@ -262,6 +262,12 @@ class EvaluateSettings(Section):
         1, description="Rounds from one evaluation to the next; the last round is always evaluated."
     )
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
+    alone: bool = Field(
+        False,
+        description="Also train a model on each client's rows alone, with as many steps as in the "
+        "run, and evaluate it, to show what joining the run brings. This doubles the time for "
+        "training; the adapter is never sent. Not for `fl-glm`.",
+    )
     generate: bool = Field(
         False,
         description="Also generate answers and score them with ROUGE and BLEU. The prompts are "

@@ -32,10 +32,10 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <p>{{ rounds|length }} of {{ config["rounds"] }} rounds finished.</p>
 <h2>Results on held-out examples</h2>
 {% for columns in tables %}
-<div class="wide"><table><caption>Last known values; ★ marks the best of the three models.
+<div class="wide"><table><caption>Last known values; ★ marks the best model.
 {{ "Loss in nats per token." if loop.first else "Scores of generated text, 0 to 1." }}</caption>
 <thead><tr><th rowspan="2" scope="col">Client</th>{% for heading in columns.values() %}
-<th colspan="3" scope="colgroup">{{ heading }}</th>{% endfor %}</tr>
+<th colspan="{{ models|length }}" scope="colgroup">{{ heading }}</th>{% endfor %}</tr>
 <tr>{% for column in columns %}{% for model in models %}
 <th scope="col" class="number">{{ model }}</th>{% endfor %}{% endfor %}</tr></thead>
 {% for client, values in latest.items() %}
@@ -58,7 +58,8 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% endfor %}{% endfor %}
 {% for title, charts in panels.items() if charts %}
 <h2>{{ title }}</h2>
-<p>Solid: global model. Dashed, hollow markers: personalised. Dotted: base.</p>
+<p>Solid: global model. Dashed, hollow markers: personalised. Dotted: base.
+{{ "Dash-dotted: alone." if "alone" in models }}</p>
 <div class="grid">{% for client, chart in charts.items() if chart %}
 <figure><figcaption>{{ name(client) }}</figcaption>{{ chart }}</figure>{% endfor %}</div>
 {% endfor %}

@@ -43,14 +43,19 @@ def write_report(directory: Path) -> Path:
 
 
 def latest_values(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
-    """Return the latest values by client and model, sorted by client name."""
+    """Return the latest values by client and model, sorted by client name.
+
+    Models trained alone are included only if some client has evaluated one.
+    """
+    chosen = [event for event in events if event["event"] in ("train", "evaluate")]
+    has_alone = any(event.get("model") == "alone" for event in chosen)
+    shown = [model for model in MODELS if model != "alone" or has_alone]
     latest: dict[str, dict[str, Event]] = {}
-    for event in events:
-        if event["event"] in ("train", "evaluate"):
-            models = latest.setdefault(event["client"], {model: {} for model in MODELS})
-            # Text isn't generated in every round: keep the previous score if there is no new one.
-            known = {key: value for key, value in event.items() if value is not None}
-            models.get(event.get("model", ""), {}).update(known)
+    for event in chosen:
+        models = latest.setdefault(event["client"], {model: {} for model in shown})
+        # Text isn't generated in every round: keep the previous score if there is no new one.
+        known = {key: value for key, value in event.items() if value is not None}
+        models.get(event.get("model", ""), {}).update(known)
     return dict(sorted(latest.items()))
 
 
@@ -80,7 +85,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
         latest=latest,
         looks=looks,
         withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
-        models=MODELS,
+        models=list(next(iter(latest.values()), {})),
         tables=[columns for columns in (_LOSSES, _SCORES) if _known(events, list(columns)[1])],
         cells=_cells,
         questions=questions(events),
@@ -111,7 +116,7 @@ def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
     """Return, for each model, the text of the table cell and whether the value is the best one."""
     known = _known(models.values(), key)
     best = (min if key in _LOSSES else max)(known) if len(known) > 1 else None
-    values = (models[model].get(key) for model in MODELS)
+    values = (model.get(key) for model in models.values())
     return [("-", False) if v is None else (f"{v:,.3f}", v == best) for v in values]
 
 
@@ -152,6 +157,7 @@ _LINES: dict[str, dict[str, Any]] = {  # by model; the base model's value is a h
     "base": {"linestyle": ":", "linewidth": 1.2},
     "global": {"linestyle": "-"},
     "personalised": {"linestyle": "--", "fillstyle": "none"},
+    "alone": {"linestyle": "-.", "fillstyle": "none"},
 }
 _PANELS = (("loss", "Held-out loss"), ("rougeL", "Held-out ROUGE-L"))
 _DISTANCE = "s = Σ J·|W - Ŵ|: distance from the global adapter after training (FedJudge, Eq. 3)."
@@ -179,7 +185,7 @@ def _curve(events: Iterable[Event], key: str, **which: str) -> Curve:
 
 
 def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict[str, Markup]:
-    """Plot each client's three models in a separate panel; all panels have the same scale."""
+    """Plot each client's models in a separate panel; all panels have the same scale."""
     evaluated = [event for event in events if event["event"] == "evaluate"]
     values = _known(evaluated, key)
     if not values or all(event["model"] == "base" for event in evaluated):

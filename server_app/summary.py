@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from federation.answers import MODELS
 from federation.run_folder import METRICS, Event, read_events
 from server_app.report import latest_values, questions
 from split.protocol.errors import printable
 
 _CHARACTERS = 80  # maximum length of a text in the terminal
-_ANSWERING = ("base", "global")
+_ANSWERING = ("base", "alone", "global")
 
 
 def summary(directory: Path) -> str:
@@ -42,7 +41,7 @@ def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
     for client, own in questions(events).items():
         for (question, reference), answers in own.items():
             rows = {client: question, "reference": reference}
-            rows |= {name: answers.get(name, "-") for name in _ANSWERING}
+            rows |= {name: answers[name] for name in _ANSWERING if name in answers}
             for name, text in rows.items():
                 # Use Text, since rich parses plain strings as markup.
                 table.add_row(Text(name), Text(printable(text, _CHARACTERS)))
@@ -56,14 +55,15 @@ def _results(latest: Mapping[str, Mapping[str, Event]]) -> Table:
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
     table = Table(title=f"{what} (each client's lowest loss is in brackets)", box=box.SIMPLE_HEAD)
     table.add_column("client")
-    for model in MODELS:
+    shown = list(next(iter(latest.values()), {}))
+    for model in shown:
         table.add_column(f"loss\n{model}", justify="right")
-    for model in MODELS if scored else ():
+    for model in shown if scored else ():
         table.add_column(f"ROUGE-L\n{model}", justify="right")
     for client, models in latest.items():
-        losses = [models[model].get("loss") for model in MODELS]
+        losses = [own.get("loss") for own in models.values()]
         best = min((loss for loss in losses if loss is not None), default=None)
-        scores = [models[model].get("rougeL") for model in MODELS] if scored else []
+        scores = [own.get("rougeL") for own in models.values()] if scored else []
         table.add_row(
             client,
             *(_bracketed(loss, loss == best) for loss in losses),

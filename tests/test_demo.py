@@ -44,7 +44,7 @@ def test_everyone_gains_from_the_demonstrations(
         if preset == "tiny.toml":  # the others test on what other clients have learnt
             assert losses[client, "personalised"] <= losses[client, "global"]
     output = (tmp_path / "output").read_text()
-    assert "run finished:completed" in output
+    assert "run completed after" in output
     shown = "Held-out questions" in output
     assert shown == ("evaluate.generate=false" not in settings)
     assert len(output.splitlines()) <= 40

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from federation.answers import MODELS
 from federation.run_folder import read_events
 from server_app.report import latest_values, write_report
 from server_app.summary import summary
@@ -269,7 +268,7 @@ def test_malformed_line_is_refused_with_its_place(run, line, last):
 def test_the_last_known_values_are_kept():
     def values(events):
         return [
-            (client, *(models[model].get(key) for key in ("loss", "rougeL") for model in MODELS))
+            (client, *(models[model].get(key) for key in ("loss", "rougeL") for model in models))
             for client, models in latest_values(events).items()
         ]
 
@@ -279,6 +278,9 @@ def test_the_last_known_values_are_kept():
     ]
     assert values([]) == []
     assert values([train(1, "court", 2.0), {"event": "another"}]) == [("court", *[None] * 6)]
+    court = latest_values([*EVENTS, evaluate(2, "court", "alone", 2.7)])["court"]
+    assert list(court) == ["base", "alone", "global", "personalised"]
+    assert court["alone"]["loss"] == 2.7
 
 
 def test_lanes_are_summed_up_by_client(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import Array
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from client_app import fedjudge
@@ -313,3 +314,20 @@ def test_clients_keep_the_final_adapters_and_two_rounds(values, finished):
         assert kept == {"loaded from": base, "digests": fingerprint(Path(base))}
         for kind in ("global", "personalised"):
             assert (folder / "adapters" / kind / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("strategy", ["fedjudge-cl", nightly("fedprox")])
+def test_a_model_trained_alone_is_that_of_a_run_with_one_client(values, tmp_path, strategy):
+    values |= {"train.local-steps": 2, "train.optimizer-state": "keep", "strategy": strategy}
+    values |= {"fedprox.mu": 0.1 if strategy == "fedprox" else 0.0, "rounds": 2}
+    without = run_in_process(values, tmp_path / "without", 3)
+    journal = run_in_process(values | {"evaluate.alone": True}, tmp_path / "joint", 3)
+    assert same(journal.adapters[2], without.adapters[2])
+    single = {"strategy": "fedjudge-base", "fedprox.mu": 0.0, "min-nodes": 1}
+    expected = run_in_process(values | single, tmp_path / "single", 1)
+    (folder,) = (tmp_path / "joint").glob("*/alpha/adapters/alone")
+    assert same(load_file(folder / "adapter_model.safetensors"), expected.adapters[2])
+    (loss,) = (e["loss"] for e in expected.events if e.get("model") == "global" and e["round"] == 2)
+    evaluated = [e for e in journal.events if e.get("model") == "alone" and e["round"] == 2]
+    assert [e["client"] for e in evaluated] == sorted(SIZES)
+    assert evaluated[0]["loss"] == loss
