@@ -31,7 +31,7 @@ class SplitSettings(Section):
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
         4,
-        description="Maximum number of a step's micro-batches in flight; affects only the speed.",
+        description="Maximum number of micro-batches of a step in flight; affects only speed.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
@@ -46,9 +46,9 @@ class SplitSettings(Section):
     )
     activation_budget: PositiveInt = Field(
         16384,
-        description="Maximum padded tokens of all clients, prefixes included, for which the server "
-        "holds activations, or keys and values of generated text, at once. Lower this number if "
-        "the server runs out of memory.",
+        description="Maximum number of padded tokens, prefixes included, whose activations (or, in "
+        "text generation, keys and values) the server stores at once for all clients together. "
+        "Lower this number if the server runs out of memory.",
     )
     body_devices: str = Field(
         "",
@@ -75,10 +75,10 @@ class SplitSettings(Section):
     share_cap: float = Field(
         3.0,
         ge=1,
-        description="With `client-batch`, the limit on a client's values, as a multiple of the "
-        "other clients' median (the larger middle value of an even number): its gradients in the "
-        "server's blocks, per predicted token and per step, its predicted tokens per step, and the "
-        "norm that it reports. Larger values are scaled down, and the log names the client.",
+        description="With `client-batch`, the cap on four values of a client, as a multiple of the "
+        "other clients' median (of an even number, the larger middle value): the size of its "
+        "gradients per predicted token and per step, its number of predicted tokens per step, and "
+        "the norm that it reports. Larger values are scaled down, and the log names the client.",
     )
     join_timeout: PositiveFloat = Field(
         120.0,
@@ -94,14 +94,14 @@ class SplitSettings(Section):
     resume_timeout: PositiveFloat = Field(
         30.0,
         description="Seconds within which a lane must be resumed after the network cuts it. With "
-        "`client-batch`, the other clients wait no longer than `gather-timeout` for the client.",
+        "`client-batch`, other clients wait no longer than `gather-timeout` for the lane's client.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0,
-        description="Seconds that client and server wait for each other's next frame. For the end "
-        "of a step, a client waits until the round ends. While other clients wait for the part of "
-        "`activation-budget` that a client occupies, that client may be silent for this long in "
-        "total during a step, or during the generation of a batch.",
+        description="Seconds that client and server wait for each other's next frame. At the end "
+        "of a step, a client waits for the server until the round ends. While other clients wait "
+        "for the part of `activation-budget` that a client occupies, that client may be silent for "
+        "this long in total during a step, or during the generation of a batch.",
     )
 
     @property

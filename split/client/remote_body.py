@@ -50,7 +50,7 @@ class RemoteBody:
                 "wants_gradient": plan.wants_gradient,
             },
         )
-        # The server may first wait for other clients to join, for split.join-timeout at most.
+        # The server may first wait for at most split.join-timeout for other clients to join.
         self._credits = self._welcomed(deadline)
 
     def choose(self, model: str) -> None:
@@ -65,13 +65,13 @@ class RemoteBody:
         return bool(every and self._step and self._step % every == 0)
 
     def average(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Send the head's and tail's adapters; return the average over all clients in training."""
+        """Send the head's and tail's adapters; return the average over all training clients."""
         self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
         average = self._receive(Kind.AVERAGE, self._until).tensors
         for name, own in adapters.items():
             found = average.get(name)
             if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
-                raise LaneError(f"the server's average has no {name}, float32 {tuple(own.shape)}")
+                raise LaneError(f"the average has no float32 {name} of shape {tuple(own.shape)}")
         return average
 
     def pipeline(
@@ -197,7 +197,7 @@ class RemoteBody:
         """Wait for a frame of the given kind, or of the kind ``also``, for the current step.
 
         Wait until the time ``until`` on ``time.monotonic``'s clock; None to wait for
-        ``frame_timeout``. The index of the micro-batch is checked unless it is None.
+        ``frame_timeout``. Check the index of the micro-batch unless ``micro_batch`` is None.
         """
         timeout = self._frame_timeout if until is None else max(0.0, until - time.monotonic())
         try:

@@ -134,8 +134,8 @@ class SplitModel:
     def clip(self, maximum: float) -> float:
         """End the step, and clip the gradients with the factor that the server returns.
 
-        The maximum norm over all parties is the same as at the server; 0 disables clipping. Return
-        the norm over all parties before clipping.
+        ``maximum`` is the maximum norm over all parties, as at the server; 0 disables clipping.
+        Return the norm over all parties before clipping.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         factor, norm = self._body.end_step(squared_norm(gradients))
@@ -196,7 +196,7 @@ class SplitModel:
     def _forward_head(
         self, index: int, batch: MicroBatch, counts: Mapping[str, int]
     ) -> torch.Tensor:
-        """Compute the head's output, send the output to the body, and return it."""
+        """Compute the head's output, send it to the body, and return it."""
         output = self._head(batch.tokens, _padding(batch))
         self._body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
         return output

@@ -93,7 +93,7 @@ def open_lane(
 class _Connection:
     """A stream that the server has confirmed, its arriving records, and the messages to send.
 
-    A thread of gRPC sends the messages of each iterator in ``outgoing``; None ends the stream.
+    One of gRPC's threads sends the messages of each iterator in ``outgoing``; None ends the stream.
     """
 
     stream: Stream

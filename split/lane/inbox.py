@@ -10,7 +10,7 @@ _FRAMES_AHEAD = 16  # maximum number of frames, whatever their size
 class Inbox:
     """A queue of frames with limited memory, protected by the lock of the lane.
 
-    All frames together have at most ``max_bytes``; a single frame in the queue may be larger.
+    The frames have at most ``max_bytes`` in total, but a single frame in the queue may be larger.
     """
 
     def __init__(self, max_bytes: int) -> None:

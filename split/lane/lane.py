@@ -109,7 +109,7 @@ class Lane:
         with self._changed:
             self._expire()
             if self._life.error is not None:
-                raise copy.copy(self._life.error)  # a copy: its traceback isn't kept in ``_life``
+                raise copy.copy(self._life.error)  # a copy, because raising adds a traceback
 
     def send(
         self,
@@ -121,8 +121,8 @@ class Lane:
     ) -> None:
         """Queue a frame, which another thread serialises, encrypts and sends.
 
-        At the client, wait while frames of more than ``limits.queue_bytes`` are unsent, except
-        while the stream is cut. The server never waits: if the frames that the client has not
+        At the client, wait while the unsent frames exceed ``limits.queue_bytes``, unless the stream
+        is cut. The server never waits: if the frames that the client has not
         acknowledged exceed this size, the server ends the lane.
 
         The tensors must not change until the other end has acknowledged the frame. Each frame from

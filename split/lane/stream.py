@@ -15,7 +15,7 @@ _HTTP2_FRAME_BYTES = 2**14
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic and processing time of one lane, or of several lanes in total, at this end.
+    """Traffic and processing time of a stream, or of all streams of a lane, at this end.
 
     The bytes include the handshake and all overhead above TCP except the initial headers and the
     trailers of gRPC.

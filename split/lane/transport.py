@@ -95,7 +95,7 @@ def refusal_of(error: grpc.RpcError) -> Refusal | None:
 
 
 def lane_error(error: Exception) -> LaneError:
-    """Convert an exception that a stream raised to an error of the lane."""
+    """Convert an exception that a stream raised into an error of the lane."""
     if isinstance(error, LaneError):
         return error
     if isinstance(error, grpc.RpcError):

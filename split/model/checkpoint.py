@@ -23,8 +23,8 @@ class Checkpoint:
     Each piece of a tensor is read through a separate memory map, because the pages that are read
     through a memory map count as memory of the process until the map is closed.
 
-    Files that contain only tensors of other parts of the model may be absent. The attributes are
-    the file, the shape and the stored data type of each tensor, keyed by name.
+    Files that contain only tensors of other parts of the model may be absent. The attributes map
+    each tensor's name to its file, shape and stored data type.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -108,7 +108,7 @@ def compared(
         if comparable and not same(own, checkpoint, name):
             raise BaseModelError(
                 f"{full} differs from {name} in {checkpoint.files[name]}: the file has changed "
-                f"meanwhile, or {type(model).__name__} can't be loaded in parts"
+                f"since it was loaded, or {type(model).__name__} can't be loaded in parts"
             )
         pieces = (piece for _, piece in checkpoint.pieces(name))
         digests[name] = tensor_digest(checkpoint.dtypes[name], checkpoint.shapes[name], pieces)

@@ -40,8 +40,8 @@ def device_map(
 ) -> dict[str, str]:
     """Spread a party's blocks over devices, in proportion to the free memory on each.
 
-    All other modules are on the first device. ``whole`` is the result of `outline`. Return the
-    device of each module's path, in the order in which the modules run.
+    All other modules are on the first device. ``whole`` is the result of `outline`. Return a map
+    from modules' paths to devices, in the order in which the modules run.
     """
     if len(devices) == 1:
         return {"": devices[0]}
@@ -55,7 +55,7 @@ def device_map(
             result[f"{container}.{name}"] = devices[0]
     blocks = dict(part.get_submodule(path).named_children())
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    # Free bytes of each GPU; only tests have several CPUs.
+    # Free bytes of each GPU; only tests use several CPU devices.
     room = [torch.cuda.mem_get_info(d)[0] if d.startswith("cuda") else 1 for d in devices]
     numbers = spread(sizes, room)
     for name, number in zip(blocks, numbers, strict=True):

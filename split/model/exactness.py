@@ -152,7 +152,7 @@ class _TestModels:
         given = self._tokens
         for party in PARTIES:
             given = self._parts[party](given, padding)
-        # Use the shape that the whole model has used, which determines the order of summation.
+        # Use the same shape as the whole model, because it determines the order of summation.
         output_head = self._parts["tail"].output_head
         split_logits = output_head(inputs_embeds=given, use_cache=False).logits
         return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
@@ -160,7 +160,7 @@ class _TestModels:
     def _other_texts(self) -> str:
         """Describe a difference between generated texts; return "" if there is none.
 
-        If there are prefixes, the whole model uses PEFT's own implementation of prefixes.
+        If there are prefixes, the whole model uses PEFT's implementation of prefixes.
         """
         tokens, parts, whole = self._tokens, self._parts, self._whole
         mask = (torch.arange(_COLUMNS) >= _COLUMNS - self._lengths[:, None]).long()

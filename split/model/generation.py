@@ -1,4 +1,4 @@
-"""Generate text and compute candidate answers while the middle blocks are at a server."""
+"""Text generation and candidate answers with a model whose middle blocks are at a server."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +31,9 @@ class Generation:
     def run(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> Any:
-        """Run ``generate`` on the checkpoint's own model class.
+        """Run ``generate`` of the checkpoint's model class on the three parts and the output head.
 
-        The logits processors, sampling, stopping criteria and drafts of ``generate`` apply. The
-        model that ``generate`` calls is the tail's output head, preceded by the three parts. See
+        Its logits processors, sampling, stopping criteria and drafts apply. See
         ``WholeModel.generate`` for the arguments. Return prompts and answers, (rows, columns + new
         tokens), or what ``settings`` request.
         """
@@ -44,8 +43,8 @@ class Generation:
         most = columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
 
         def compute(ids: torch.Tensor, _: None, cache: Any) -> tuple[torch.Tensor, Any]:
-            # Some architectures drop the cache when texts exceed the trained length, to recompute
-            # them; this starts a new generation.
+            # Some architectures drop the cache to recompute texts that exceed the trained length;
+            # this starts a new generation.
             begins = cache is not self._cache
             return self._forward(ids, padding, most, begins), self._cache
 
@@ -89,7 +88,7 @@ class Generation:
 
 
 class _Positions(DynamicCache):  # type: ignore[misc]  # transformers has no types
-    """A stand-in for the parties' caches, for ``generate``: it has only their length."""
+    """A stand-in for the parties' caches that tells ``generate`` only their length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class _Positions(DynamicCache):  # type: ignore[misc]  # transformers has no typ
 def hidden_of_candidates(
     head: Part, tail: Part, batch: CandidateBatch, exchange: Exchange
 ) -> torch.Tensor:
-    """Compute each beginning once, then its endings with the beginning's keys and values.
+    """Compute candidates' beginnings once, then their endings with the cached keys and values.
 
     Return the states after the last block and norm, (positions, hidden): all beginnings, then all
     endings.

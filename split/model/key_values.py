@@ -54,8 +54,8 @@ class KeyValues:
     def extend(self, given: torch.Tensor, drop: int = 0) -> torch.Tensor:
         """Compute the blocks for the prompts, or for the next tokens of each row.
 
-        The last ``drop`` columns are first removed from the cache. See `Part.__call__` for
-        ``given`` and the result.
+        First remove the last ``drop`` columns from the cache. See `Part.__call__` for ``given`` and
+        the result.
         """
         if self.cache is not None and self.columns:
             self.cache.crop(-drop)
@@ -68,7 +68,7 @@ class KeyValues:
 
     @cached_property
     def can_join(self) -> bool:
-        """Whether `extend_together` supports the part, which has neither windows nor experts."""
+        """Whether `extend_together` supports the part (no sliding windows and no experts)."""
         paths = (path for path, _ in self._backbone.named_modules())
         return (
             self.cache is not None
@@ -80,10 +80,10 @@ class KeyValues:
     def extend_together(
         texts: Sequence["KeyValues"], given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Compute the blocks for the next token of the rows of several caches in one pass.
+        """Compute the blocks for the next token of each row of several caches in one pass.
 
-        ``given`` are the caches' states, each (rows, 1, hidden), and so are the results. Adapters
-        must have been selected with `Part.using_together`. After an error, nothing is cached.
+        ``given`` and the result contain the hidden states of each cache, (rows, 1, hidden). Select
+        the adapters with `Part.using_together`. After an error, the caches are unchanged.
         """
         first, rows = texts[0], [len(states) for states in given]
         columns = max(each.length for each in texts) + 1
@@ -106,7 +106,7 @@ class KeyValues:
                 for layer in each.cache.layers:
                     layer.crop(min(0, each.length - layer.get_seq_length()))
             raise
-        # A view would keep all rows in memory until a slow client has received its own.
+        # A view would keep all rows in memory until a slow client has received its part.
         return [part.clone() for part in torch.split(output, rows)]
 
     def _computed(self, given: torch.Tensor, inputs: dict[str, Any], cache: Any) -> torch.Tensor:
@@ -138,8 +138,8 @@ class KeyValues:
 class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no types
     """The cache of ``transformers``, restricted to the blocks of one party.
 
-    Blocks pass their index in the whole model. The cache, and the types of attention in the
-    configuration, are indexed from the party's first block.
+    Blocks pass their index in the whole model, but the cache and the attention types in the
+    configuration are indexed from the party's first block.
     """
 
     def __init__(self, config: Any, first: int) -> None:
@@ -148,7 +148,7 @@ class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no typ
 
     @classmethod
     def joined(cls, caches: Sequence[Any], rows: Sequence[int]) -> "_OwnBlocks":
-        """Return a cache that updates several caches, each with its number of rows."""
+        """Return a cache for a batch of the rows of several caches, which it updates."""
         new: _OwnBlocks = copy(caches[0])
         new.layers = [
             _JoinedLayer(each, rows) for each in zip(*(c.layers for c in caches), strict=True)

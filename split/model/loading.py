@@ -1,4 +1,4 @@
-"""Load a party's part: download, read and keep only its own tensors, and verify all of them."""
+"""Load a part of a model: download and read only its tensors, and verify all of them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
 
 
 def tensors_of(directory: Path, partition: Partition, parties: Sequence[PartyName]) -> set[str]:
-    """Return the names of the checkpoint's tensors that the parts of these parties consist of.
+    """Return the names of the checkpoint's tensors that these parties need.
 
     If the checkpoint has an index, the files listed there need not exist.
     """

@@ -53,16 +53,15 @@ class Part:
         self._layers: list[Any] = []
         self._prefixes: dict[str | None, BlockPrefixes] = {}
         self._used: str | None = None
-        # The last rows' adapters in `using_together`, and the stacked factors of each layer.
+        # Cache of `using_together`: each row's adapter, and each layer's stacked factors.
         self._together: tuple[Sequence[str | None], Sequence[tuple[Any, Any]]] | None = None
 
     def __call__(self, given: torch.Tensor, padding: Padding) -> torch.Tensor:
         """Compute this party's blocks with the adapter in use.
 
-        ``given`` are tokens for the head, (rows, columns) int64, else states, (rows, columns,
-        hidden). Return the hidden states, (rows, columns, hidden), after the party's last block;
-        for the tail, also after the final norm. Gradients propagate back to hidden states in
-        ``given``.
+        For the head, ``given`` contains tokens, (rows, columns) int64; for the other parties,
+        hidden states, (rows, columns, hidden), to which gradients propagate back. Return the hidden
+        states after the party's last block; for the tail, also after the final norm.
         """
         inputs = self.inputs_of(given) | without_cache(self._backbone)
         columns = given.shape[1]
@@ -97,9 +96,9 @@ class Part:
         return output_head(self.model)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context that computes in mixed precision on a GPU, as the whole model does.
+        """Return a context manager for mixed precision on a GPU, as in the whole model.
 
-        Calling the part enters this context. Enter the context to compute logits and the loss, too.
+        ``__call__`` enters it. Callers that compute logits or the loss must enter it, too.
         """
         return mixed_precision(self.device, self.dtype)
 
@@ -110,7 +109,7 @@ class Part:
         ``ValueError`` if an adapter with this name already exists.
         """
         if name in self._slots:
-            raise ValueError(f"an adapter {name!r} exists already")
+            raise ValueError(f"an adapter {name!r} already exists")
         slot = f"adapter{self._attached}"
         self._attached += 1
         if settings.kind == "prefix":
@@ -133,10 +132,10 @@ class Part:
     def using_together(self, names: Sequence[str | None], rows: Sequence[int]) -> Iterator[None]:
         """Compute with a different adapter for each group of rows, without gradients.
 
-        ``rows`` are the groups' numbers of rows; None stands for the base model. The groups'
-        prefixes must be in their caches already.
+        ``rows`` contains the number of rows of each group. The name None stands for the base model.
+        Prefixes must already be in the groups' caches.
         """
-        layers = [layer for layer in self._layers if layer.lora_A]  # all adapters may be removed
+        layers = [layer for layer in self._layers if layer.lora_A]  # skip layers without adapters
         of_rows = [name for name, count in zip(names, rows, strict=True) for _ in range(count)]
         if self._together is None or self._together[0] != of_rows:
             self._together = of_rows, [self._factors(layer, of_rows) for layer in layers]

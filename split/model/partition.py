@@ -1,6 +1,6 @@
 """The partition of a model's blocks and modules among the parties (FL-GLM section 3.1).
 
-A part is built as an instance of the checkpoint's own model class, without memory for the weights.
+A part is built as an instance of the checkpoint's model class, without memory for the weights.
 The modules of other parties are then removed. Each block is therefore built with its index in the
 whole model and keeps its name, so names of tensors and adapters need no translation.
 """
@@ -206,7 +206,7 @@ def _keep(model: Any, partition: Partition, party: PartyName) -> None:
 
 
 def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
-    """Restrict a configuration, with its lists of one entry per block, to a party's blocks."""
+    """Restrict a model's configurations, and their lists with one entry per block, to a party."""
     own = partition.range_of(party)
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     for config in {id(config): config for config in found}.values():

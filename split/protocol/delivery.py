@@ -1,7 +1,7 @@
 """Reliable delivery of a lane's frames, with retransmission after the network cuts a stream.
 
-Each end numbers its outgoing frames from 0. The number itself is not sent, because a stream
-delivers frames in order, and the header of each record contains the number of received frames. A
+Each end numbers its outgoing frames from 0. The numbers are not sent: a stream delivers frames in
+order, and each record's header contains the number of frames that its sender has received. A
 frame is stored until it is acknowledged. A new stream begins with a ``CONFIRM`` frame in each
 direction. Its header shows which frames have arrived, and the sender repeats the others. Therefore,
 every frame arrives exactly once and in order, even if the stream is cut repeatedly.
@@ -22,7 +22,7 @@ class Delivery:
         self.kept_bytes = 0  # memory of all frames that are not acknowledged, unsent ones included
         self.unsent_bytes = 0  # memory of the frames not yet sent over the current stream
         self._kept: deque[Outgoing] = deque()  # frames from number ``acknowledged`` on
-        self._sent = 0  # number of kept frames that were sent over the current stream
+        self._sent = 0  # number of stored frames that were sent over the current stream
 
     def add(self, frame: Outgoing) -> None:
         """Append a frame to the queue."""
@@ -58,7 +58,7 @@ class Delivery:
     def restart(self, count: int) -> None:
         """Begin a new stream after the other end has received ``count`` frames.
 
-        Errors are those of ``acknowledge``.
+        Raise the errors of ``acknowledge``.
         """
         self.acknowledge(count)
         self._sent = 0

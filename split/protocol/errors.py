@@ -1,7 +1,6 @@
 """Errors of a lane, and escaping of text from a peer.
 
-Their messages contain no keys, secrets or values of hidden states, so they can be logged and
-displayed.
+The errors contain no keys, secrets or values of hidden states, so they can be logged and displayed.
 """
 
 from enum import StrEnum
@@ -70,9 +69,9 @@ class Refusal(StrEnum):
 
 
 _WORDS = {
-    Refusal.MALFORMED: "a handshake message is malformed: is another program at this address?",
+    Refusal.MALFORMED: "a handshake message is malformed: is a different program at this address?",
     Refusal.VERSION: "the two sides use different versions of the lane protocol",
-    Refusal.SUITE: "the two sides have different settings of split.key-exchange",
+    Refusal.SUITE: "the two sides have different values of split.key-exchange",
     Refusal.AUTHENTICATION: "a handshake message was altered, or made without the ticket's secret",
     Refusal.TICKET_UNKNOWN: "the server has not issued this ticket: has it been restarted?",
     Refusal.TICKET_EXPIRED: "the ticket has expired: the time to open or resume its lane is over",
@@ -97,7 +96,7 @@ class TicketError(HandshakeError):
 
 
 class ServerKeyError(HandshakeError):
-    """The client uses a server key from before the last rotation, or of a different server."""
+    """The client uses a server key from before the last rotation, or from a different server."""
 
 
 class LaneBusyError(HandshakeError):

@@ -1,4 +1,4 @@
-"""The server's state machine that converts the frames of a client's evaluation to events.
+"""The server's state machine that converts the frames of a client's evaluation into events.
 
 The client selects one of the models and sends hidden states, either of independent micro-batches or
 of texts whose keys and values the server caches. Cached texts are continued token by token, or with
@@ -35,13 +35,13 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Hidden states, (rows, columns, hidden), of texts whose cache needs ``tokens`` tokens."""
+    """Hidden states of prompts, (rows, columns, hidden)."""
 
     step: int
     index: int
     hidden: torch.Tensor
     padding: Padding
-    tokens: int
+    tokens: int  # padded tokens to reserve in the cache, prefixes and new tokens included
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,8 @@ def average_bytes(weights: int) -> int:
 def check_padding(frame: Frame) -> None:
     """Check the row lengths and the side of the padding if a frame contains lengths.
 
-    Raise a FrameError if a length is not from 1 to the number of columns, or the side is not left
-    or right.
+    Raise a FrameError if a length is not between 1 and the number of columns, or the side is not
+    left or right.
     """
     lengths = frame.tensors.get("lengths")
     if frame.kind not in TENSOR_OF_KIND or lengths is None:

@@ -1,4 +1,4 @@
-"""The handshake of a stream: state machines for three messages, without input or output.
+"""The handshake of a stream: state machines for three messages, without I/O.
 
 M1 client → server: identity, ticket, ephemeral X25519 share, secret encrypted to the server's key,
 MAC with the ticket's secret. M2 server → client: ephemeral X25519 share, the server's finished MAC.

@@ -1,7 +1,7 @@
 """Derivation of a stream's keys from a handshake.
 
 Each key depends on the ephemeral X25519 secret, the secret that was encrypted to the server's key,
-the ticket's secret, and the hash of the handshake's bytes so far. A party that lacks one of these
+the ticket's secret, and the hash of the handshake's bytes so far. A side that lacks one of these
 secrets, or received different bytes, derives different keys.
 """
 
@@ -28,7 +28,7 @@ class LaneSecrets:
 
 
 class KeySchedule:
-    """HKDF-SHA-256 over the X25519, the encrypted and the ticket's secret, 32 bytes each."""
+    """HKDF-SHA-256 over the X25519 secret, the encrypted secret and the ticket's secret."""
 
     def __init__(self, shared: bytes, wrapped: bytes, ticket: bytes) -> None:
         self._secrets = shared + wrapped + ticket

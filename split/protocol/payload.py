@@ -68,7 +68,7 @@ class Entry:
 class Description:
     """Description of a payload, which precedes the data of the tensors."""
 
-    start: int  # offset of the first tensor's data in bytes
+    start: int  # offset in bytes of the first tensor's data
     entries: tuple[Entry, ...]  # entries in the order of their data
     fields: dict[str, Value]
 
@@ -206,7 +206,7 @@ class Outgoing:
         self._text, self._description = describe(frame, limits)
         limits.check(frame.kind, self.size, self._description.tensors)
         check_padding(frame)
-        # On an accelerator, convert to the type on the network before copying.
+        # Convert to the wire type on the accelerator, before copying.
         types = {entry.name: entry.dtype for entry in self._description.entries}
         on_device = {n: t for n, t in frame.tensors.items() if t.device.type != "cpu"}
         for name, tensor in on_device.items():
@@ -272,4 +272,4 @@ def _check_finite(tensor: Tensor, name: str) -> None:
         # Minimum and maximum are NaN if any element is NaN; aminmax needs one pass and no mask.
         least, most = (float(bound) for bound in torch.aminmax(tensor))
         if not (math.isfinite(least) and math.isfinite(most)):
-            raise FrameError(f"{name!r} has NaN or infinite numbers")
+            raise FrameError(f"{name!r} contains NaN or infinity")

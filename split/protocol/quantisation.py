@@ -12,14 +12,14 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max / 128
 def _check_scales(scales: Tensor, name: str) -> None:
     least, most = (float(bound) for bound in torch.aminmax(scales))
     if not 0 <= least <= most <= _LARGEST_SCALE:  # NaN is within no bounds
-        raise FrameError(f"{name!r} has NaN, infinite or too large numbers")
+        raise FrameError(f"{name!r} contains NaN, infinity or a number that is too large")
 
 
 def quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> None:
     """Round each token's numbers to multiples of their largest absolute value divided by 127.
 
     Read ``tensor``, (rows, columns, hidden); write ``integers``, int8 of the same shape, and
-    ``scales``, float32 of shape (rows, columns). Errors contain the name.
+    ``scales``, float32 of shape (rows, columns). ``name`` is for error messages.
     """
     numbers = tensor.float()
     # Along a dimension, aminmax is many times slower than amax and amin.

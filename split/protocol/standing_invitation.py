@@ -1,4 +1,4 @@
-"""Invitations to use a served model until they expire."""
+"""Invitations to use a served model for a limited time."""
 
 from typing import Annotated, Literal
 
@@ -21,7 +21,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class StandingInvitation(BaseModel):
-    """Everything that a client needs to use a served model, including a confidential secret.
+    """Everything that a client needs to use a served model, including a secret.
 
     The invitation becomes invalid when it expires or the server stops.
     """

@@ -8,7 +8,7 @@ lanes' keys differ, because each handshake has new key shares and a new encrypte
 Each handshake also yields a *resumption ticket* for the next stream of the same lane. A client uses
 the resumption ticket of the last stream that the server has confirmed. Because a confirmation may
 be lost, up to 8 tickets of a lane remain valid until the server has decrypted the client's first
-record of one of the streams; then only the resumption ticket of that stream is valid.
+record on one of the streams; then only the resumption ticket of that stream is valid.
 """
 
 import secrets

@@ -1,4 +1,4 @@
-"""The server's state machine that converts the frames of a client's round of training to events.
+"""The server's state machine that converts the frames of a round of training into events.
 
 The configuration and the client's number of examples limit all counts that the client sends. A
 frame that is not consistent with earlier frames raises ``ProtocolError``.
@@ -18,7 +18,7 @@ _LARGEST_NORM = 1e30
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """A client's round of training."""
+    """The plan of a client's round of training."""
 
     steps: int  # number of optimizer steps in the round
     first_step: int  # number of optimizer steps in the client's earlier rounds
@@ -41,7 +41,7 @@ class RoundLimits:
     def credits(self, longest: int) -> int:
         """Return how many micro-batches of at most ``longest`` padded tokens may be in flight.
 
-        Raise a ProtocolError if the largest micro-batch exceeds the activation budget.
+        Raise a ProtocolError if one such micro-batch exceeds the activation budget.
         """
         if longest > self.activation_budget:
             raise ProtocolError(
@@ -119,8 +119,8 @@ class TrainingRound:
         self.state = State.JOINING
         self.plan = largest  # the client's plan; until it has joined, the largest that is allowed
         self.credits = 0  # maximum number of the client's micro-batches in flight
-        # Numbers of the step's micro-batches whose output was sent, which any thread may set, and
-        # whose gradient has arrived.
+        # Numbers of the step's micro-batches whose output was sent (set by any thread) and whose
+        # gradient has arrived.
         self.answered = self.returned = 0
         self._limits = limits
         self._longest = 0

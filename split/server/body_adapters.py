@@ -65,9 +65,9 @@ class BodyAdapters:
     def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Activations:
         """Compute the body's blocks in training mode. ``seed`` is the seed of dropout.
 
-        ``grad`` is whether to compute the gradient for ``hidden``, (rows, columns, hidden).
+        If ``grad``, ``backward`` will return the gradient for ``hidden``, (rows, columns, hidden).
         """
-        # A leaf on the device: with one on the CPU, autograd would wait to copy its gradient.
+        # Make the leaf on the device: autograd would wait to copy the gradient of one on the CPU.
         given = to_device(hidden.detach(), self._body.device, self._body.dtype)
         given.requires_grad_(grad)
         self._body.use(self.name)
@@ -151,7 +151,7 @@ class BodyAdapters:
 class SeparateTrainer:
     """Trains body adapters with one client; no other client uses them at the same time.
 
-    The methods are called from the thread of the lane, in the order of the client's frames. Answers
+    The methods are called from the session's thread, in the order of the client's frames. Answers
     are sent over the lane.
     """
 

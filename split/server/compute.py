@@ -51,7 +51,7 @@ class Job:
     run: Callable[[], None]
     tokens: int = 0
     queued: float = 0.0  # time at which the job was queued, on the thread's clock
-    detail: Any = None  # what another job needs to do the work of this job, too
+    detail: Any = None  # data with which another job can do this job's work, too
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:
@@ -85,7 +85,7 @@ class ComputeThread:
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._free = activation_budget
-        # Number of lanes, and seconds, of the last pass for the next tokens of texts.
+        # The last pass for the next tokens of texts: number of lanes, and duration in seconds.
         self.last_pass = 1, 0.0
         self._waiting: list[Job] = []
         self._changed = threading.Condition()
@@ -110,7 +110,7 @@ class ComputeThread:
             self._changed.notify()
 
     def seconds_wanted(self, owner: JobOwner) -> float:
-        """Return the seconds that another owner's job has waited for budget; 0.0 if none waits."""
+        """Return how many seconds another owner's job has waited for budget; 0.0 if none waits."""
         with self._changed:
             first = _first_with_tokens(self._waiting)
             if first is None or first.tokens <= self._free:
@@ -120,10 +120,10 @@ class ComputeThread:
             return 0.0 if oldest is None else self._clock() - oldest.queued
 
     def take_with(self, fits: Callable[[Job], bool], count: int, patience: float) -> list[Job]:
-        """Remove and return waiting jobs that the current job can do too; the caller runs them.
+        """Remove and return waiting jobs that the current job can also do; the caller runs them.
 
-        They have a ``detail``, fit, and are their owners' oldest jobs. If no other jobs wait, wait
-        for ``count`` such jobs, but at most for ``patience`` seconds. Call this in a job.
+        Each has a ``detail``, fits, and is its owner's oldest job. If no other job could run, wait
+        for ``count`` such jobs, for at most ``patience`` seconds. Call this method in a job.
         """
         until = self._clock() + patience
         with self._changed:

@@ -152,7 +152,7 @@ class EvaluationSession(Session):
         self._put(Priority.BACKWARD, extension, extend, detail=extension if one_token else None)
 
     def _next_tokens(self, texts: KeyValues, extension: CachedExtension) -> torch.Tensor:
-        """Compute a column, together with the columns that other sessions wait for."""
+        """Compute one token of each row, together with the tokens that other sessions wait for."""
         if self._answer is not None:
             answer, self._answer = self._answer, None
             return answer
@@ -169,7 +169,7 @@ class EvaluationSession(Session):
         try:
             with self._body.using_together([s._name for s in sessions], [len(g) for g in given]):
                 answers = KeyValues.extend_together([s._key_values for s in sessions], given)
-        except Exception:  # perhaps memory ran out: run each alone, so that it affects no other
+        except Exception:  # such as out of memory: run each job alone to isolate the error
             self.compute.last_pass = 1, 0.0
             for job in jobs:
                 self.compute.run(job)
@@ -187,7 +187,7 @@ class EvaluationSession(Session):
         return answers[0]
 
     def _fits(self, job: Job, texts: KeyValues) -> bool:
-        """Return whether a job can join; padding and copying short texts costs little."""
+        """Return whether a job can share a pass with these texts, without too much padding."""
         if not isinstance(job.owner, EvaluationSession) or job.owner._key_values is None:
             return False
         lengths = texts.length, job.owner._key_values.length

@@ -10,8 +10,8 @@ from split.server.share_cap import ShareCap
 class Addition:
     """Contribution of a client's micro-batch to the body's gradient.
 
-    ``size`` is the sum over the micro-batch's tokens of the norm of the gradient of the summed loss
-    with respect to the body's output at the token.
+    ``size`` is the sum of the norms of the tokens' gradients. A token's gradient is that of the
+    summed loss with respect to the body's output at the token.
     """
 
     size: float

@@ -25,7 +25,7 @@ class ModelServer(Endpoint):
 
     A client has one lane at a time: when the client opens another lane, the older lane is ended.
 
-    All models have adapters of the same settings, and ``run`` is the server's name in handshakes.
+    The adapters of all models have the same settings. ``run`` is the server's name in handshakes.
     An OSError is raised if the server can't listen on the address in ``split.listen``.
     """
 
@@ -40,7 +40,7 @@ class ModelServer(Endpoint):
         self._body = body
         self._adapter = adapter
         self._run = run
-        # Models that a client may use, and the time of expiry on the clock of ``time.monotonic``.
+        # Models that a client may use, and time of expiry on ``time.monotonic``'s clock.
         self._grants: dict[Identity, tuple[Models, float]] = {}
         self._sessions: dict[Identity, EvaluationSession] = {}
         self._lock = threading.Lock()

@@ -41,7 +41,7 @@ def serve(
         columns: Number of tokens of the longest row that a client may train on or evaluate.
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
-        minimum: Minimum number of clients in a round that the clients begin together.
+        minimum: Minimum number of clients of a round, if clients train together.
         max_cached_tokens: Maximum number of padded tokens in a batch for which a client generates
             text. These tokens count towards the activation budget.
 

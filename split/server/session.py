@@ -21,7 +21,7 @@ _MEMORY = "at the server, lower split.activation-budget, or use more GPUs (split
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the text about an error of the server that a client may see."""
+    """Return the description of a server's error that a client may see."""
     if isinstance(error, torch.OutOfMemoryError):
         return memory_problem(error, _MEMORY)
     return f"{type(error).__name__}: {error}"
@@ -189,5 +189,6 @@ class Session:
             if kept >= most:
                 client = self.account.client
                 raise LaneTimeoutError(
-                    f"other clients waited {kept:.1f} s for memory held by {client} ({setting})"
+                    f"other clients waited {kept:.1f} s for memory that {client} occupies "
+                    f"({setting})"
                 )

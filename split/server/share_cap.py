@@ -11,13 +11,13 @@ _NEGLIGIBLE = 1e-12
 class ShareCap:
     """Cap on a value of each client, at a multiple of the median over the other clients.
 
-    The value is a root mean square (RMS), such as that of the gradients a client has sent. A
-    client's current RMS is compared with the median of the RMS of every *other* client over the
-    whole round so far. The median of an even number is the larger of the two middle values. Suppose
-    that there are three or more clients, and that each has sent its first value. Then a single
-    dishonest client can neither exceed the multiple of an honest client's RMS, nor lower the cap of
-    an honest client below the multiple of another honest client's RMS. With two clients, it is
-    unknown which one is dishonest: the larger value is capped at ``multiple`` times the smaller.
+    The value is a root mean square (RMS), such as that of the gradients that a client has sent. A
+    client's current RMS is compared with the median RMS of the *other* clients over the whole round
+    so far. Of an even number of values, the median is the larger middle one. Suppose that there are
+    three or more clients, and that each has sent its first value. Then a single dishonest client
+    can neither exceed the multiple of an honest client's RMS, nor lower the cap of an honest client
+    below the multiple of another honest client's RMS. With two clients, it is unknown which one is
+    dishonest: the larger value is capped at ``multiple`` times the smaller.
 
     Values that arrive before any value of another client are accepted, and compared as soon as
     one has arrived (``late_factor``).

@@ -18,7 +18,7 @@ class Gradient:
     """The gradient of the mean loss over a client's step with respect to a micro-batch's output."""
 
     tensor: torch.Tensor  # (rows, columns, hidden)
-    size: float  # sum over the tokens of the norm of each token's gradient
+    size: float  # sum of the norms of the tokens' gradients
 
 
 @dataclass(eq=False)
@@ -64,8 +64,8 @@ class Member:
 class StackedMicroBatch:
     """One micro-batch of each of several members, padded to the longest row and stacked.
 
-    ``index`` is the micro-batches' index in their steps, ``number`` the number of this pass among
-    the passes with the same index, and ``parts`` are in the order of their rows.
+    ``index`` is the index of the micro-batches in their steps, and ``number`` counts the passes
+    with the same index from 0. ``parts`` are in the order of their rows.
     """
 
     def __init__(self, index: int, number: int, parts: Mapping[Member, HeadOutput]) -> None:

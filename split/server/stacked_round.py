@@ -1,13 +1,13 @@
 """A round in which the clients' micro-batches are stacked (FL-GLM section 3.3, client-batch).
 
-Micro-batch j of all members is padded, stacked and computed once, and each step of the members ends
-with one step of the body's optimizer. The body's gradient is Σ w_i·g_i, where w_i is the share of
-client i of all targets; each client's head and tail receive the gradient of that client only. If a
-member leaves, the others continue: its finished micro-batches count, its unfinished micro-batches
-do not, and the shares w_i are computed from the micro-batches that count.
+Micro-batch j of all clients (*members*) is padded, stacked and computed once, and each step ends
+with one step of the body's optimizer. The body's gradient is Σ w_i·g_i, where g_i is the gradient
+of client i, and w_i its share of all targets; each client's head and tail receive the gradient of
+that client only. If a member leaves, the others continue: only its finished micro-batches count,
+and the shares w_i are computed from the micro-batches that count.
 
-Values of each member are capped at ``split.share-cap`` times the median of the same value of
-the other members (``ShareCap``). Values up to the cap are unchanged.
+These values of each member are capped at ``split.share-cap`` times the other members' median
+(``ShareCap``):
 
 - The gradient with respect to a micro-batch's output, and the number of targets (``GradientCap``).
   A gradient above the cap is scaled down before the backward pass, which limits its share in the
@@ -77,8 +77,7 @@ class StackedRound:
     def forward(self, member: Member, output: HeadOutput) -> None:
         """Accept the hidden states of a micro-batch after the head.
 
-        Raise a ProtocolError if the micro-batch is of the next step, but this step is not answered
-        yet.
+        Raise a ProtocolError for a micro-batch of the next step while this step isn't answered yet.
         """
         with self._lock:
             # Otherwise, the end of this step would reset the counts of the next one.
@@ -126,7 +125,7 @@ class StackedRound:
     def failed(self, error: BaseException) -> None:
         """End all lanes after an error in a stacked job.
 
-        Clients receive only out-of-memory errors; other errors may contain data of one client.
+        Clients are told only of out-of-memory errors; other errors may contain data of one client.
         """
         reason = "the server failed to compute the clients' micro-batches"
         if isinstance(error, torch.OutOfMemoryError):
@@ -147,7 +146,7 @@ class StackedRound:
                 self._stacked.append(stacked)
                 self._put_forward(stacked)
             self._next += 1
-        # Keep this order, because the rounding of the gradients' sum depends on it.
+        # Queue backward passes in this order: the rounding of the gradients' sum depends on it.
         while self._stacked and self._stacked[0].computed:
             stacked = self._stacked[0]
             present = self._present(stacked)
@@ -220,7 +219,7 @@ class StackedRound:
             for member, part, rows in stacked.rows_of(output):
                 member.session.account.tokens += part.padded_tokens
                 member.session.account.seconds_queued += started - queued
-                # Copy the rows: until the client acknowledges them, a view would keep all rows.
+                # Copy the rows: a view would keep all rows in memory until it is acknowledged.
                 own = rows.detach().clone() if len(stacked.parts) > 1 else rows
                 with suppress(LaneError):  # the end of one lane must not affect the others
                     member.session.answer(step, index, own)
@@ -319,7 +318,7 @@ class StackedRound:
         left.session.account.capped = times
         if times:
             _log.warning(
-                "%s was scaled down %d times, to split.share-cap = %g times other clients' median",
+                "%s was capped %d times, at split.share-cap = %g times other clients' median",
                 printable(left.client),
                 times,
                 self._split.share_cap,

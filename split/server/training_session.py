@@ -27,10 +27,10 @@ from split.settings import SplitSettings
 
 
 class TrainingSession(Session):
-    """Session of one client's round of training, whose plan is at most ``largest``.
+    """Session of one client's round of training.
 
-    The schedule determines the body's adapters and the clients to train with. See ``Session`` for
-    the other arguments.
+    ``largest`` limits the client's plan. The schedule determines the body's adapters and the
+    clients to train with. See ``Session`` for the other arguments.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Limit on the total time in a round that clients wait for slow clients."""
+"""A limit on the total time that clients wait for slow clients in a round."""
 
 import math
 import time
@@ -12,9 +12,9 @@ class WaitBudget:
 
     Each second of waiting is divided equally among the clients that are waited for. When the total
     reaches half of the round's time, the lane of the client with the most seconds is ended, and its
-    seconds are subtracted. A single client can therefore delay a round by at most half of its time,
-    even if each of its frames arrives within the other limits. In a round that needs less than half
-    of the available time, no lane is ended.
+    seconds are subtracted. A single client can therefore delay a round by at most half of the
+    round's time, even if its frames arrive within the other limits. In a round that takes less
+    than half of its time, no lane is ended.
     """
 
     def __init__(self) -> None:
@@ -45,5 +45,5 @@ class WaitBudget:
             worst = max(sorted(self._seconds), key=self._seconds.__getitem__)
             self._sessions[worst].give_up(
                 f"other clients waited {self._seconds[worst]:.0f} s for {worst}, longer than for "
-                "any other client, and half of the round was spent waiting (round-timeout)"
+                "any other client, and half of round-timeout was spent waiting"
             )

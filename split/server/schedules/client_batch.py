@@ -18,7 +18,7 @@ from split.settings import SplitSettings
 
 @dataclass(frozen=True)
 class StackedTrainer:
-    """Trains a client together with the others, with the methods of ``SeparateTrainer``."""
+    """Trains a client together with others; has the methods of ``SeparateTrainer``."""
 
     forward: Callable[[HeadOutput], None]
     backward: Callable[[OutputGradient], None]

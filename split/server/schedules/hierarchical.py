@@ -1,7 +1,7 @@
-"""Schedule with separate body adapters per client, which are averaged (FL-GLM section 3.3).
+"""Schedule that averages separate body adapters of each client (FL-GLM section 3.3).
 
-The paper copies the whole model for every client. In this implementation, all clients share the
-frozen blocks, and only the adapters and their optimizer exist once per client.
+The paper copies the whole model for every client. Here, all clients share the frozen blocks, and
+only the adapters and the optimizer exist once per client.
 """
 
 import threading
@@ -27,9 +27,9 @@ from split.settings import SplitSettings
 class Hierarchical:
     """Schedule with one set of adapters and one optimizer per client.
 
-    ``state`` are the initial adapters of the body, and ``client_adapters`` adapters of the head and
-    tail, whose names and shapes clients must keep. A round that contains averages has at least
-    ``minimum`` clients.
+    ``state`` contains the initial adapters of the body. Adapters that clients send must have the
+    names and shapes of those in ``client_adapters``. If adapters are averaged within rounds, a
+    round needs at least ``minimum`` clients.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Hierarchical:
             self._barrier.mark_absent(client)
 
     def leave(self, client: str, finished: bool) -> None:
-        """Remove a client, and exclude it from averages that are not yet computed.
+        """Remove a client, and exclude it from averages that have not been computed yet.
 
         If the client has not finished, restore its optimizer's state from before the round, if any.
         """

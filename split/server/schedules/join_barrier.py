@@ -66,7 +66,7 @@ class JoinBarrier:
     def _too_few(self) -> str:
         """Return why the round can't begin: the other clients are late, or will not join."""
         joined = f"{len(self.joined)} of {len(self._invited)} clients joined"
-        needed = f"min-nodes = {self._minimum} are needed at once"
+        needed = f"at least {self._minimum} must train together (min-nodes)"
         if self._awaited <= self.joined:
             return f"{joined} and the others answered that they can't, but {needed}"
         return (

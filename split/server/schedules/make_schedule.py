@@ -24,8 +24,8 @@ def make_schedule(
 ) -> Schedule:
     """Return a new schedule of the kind in ``split.schedule``.
 
-    ``make_adapters`` returns a new set of body adapters with an optimizer, and ``minimum`` is the
-    minimum number of clients in a round that the clients begin together.
+    ``make_adapters`` returns a new set of body adapters with an optimizer. If clients train
+    together, a round needs at least ``minimum`` of them.
     """
     if split.schedule == "serial":
         return Serial(make_adapters())

@@ -109,7 +109,7 @@ def test_a_wait_has_its_limit_and_the_lane_lives_on(server):
 def test_numbers_that_are_not_finite_end_the_lane_in_words(server):
     client, lane = server.pair()
     client.send(Kind.HIDDEN, tensors={"hidden": torch.full((1, 1, HIDDEN), float("nan"))})
-    ended(client, FrameError, "'hidden' has NaN")
+    ended(client, FrameError, "'hidden' contains NaN")
     ended(lane, PeerError)
     client.close()
 

@@ -60,12 +60,12 @@ def test_bytes_against_raw_bfloat16(wire, most):
 def test_what_is_not_finite_is_refused_at_the_sender(wire, number):
     sent = tokens()
     sent[1, 3, 5] = number
-    with pytest.raises(FrameError, match="'hidden' has NaN"):
+    with pytest.raises(FrameError, match="'hidden' contains NaN"):
         pack(hidden_frame(sent), limits(wire))
 
 
 def test_what_is_not_finite_in_an_adapter_is_refused():
-    with pytest.raises(FrameError, match="'a' has NaN"):
+    with pytest.raises(FrameError, match="'a' contains NaN"):
         pack(Frame(Kind.AVERAGE, tensors={"a": torch.tensor([1.0, float("nan")])}), limits())
 
 

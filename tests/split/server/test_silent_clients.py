@@ -61,7 +61,7 @@ def test_a_silent_client_does_not_hold_what_others_wait_for(base, beginning, how
         assert silent.lane.receive(SOON).kind is Kind.HIDDEN
         begin(other)
         assert other.lane.receive(2 * SOON).kind is Kind.HIDDEN
-        ended(silent.lane, PeerError, r"waited .* held by alpha \(split\.gather-timeout")
+        ended(silent.lane, PeerError, r"waited .* that alpha occupies \(split\.gather-timeout")
 
 
 @pytest.mark.parametrize(
