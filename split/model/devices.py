@@ -57,8 +57,7 @@ def device_map(
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
     # Free bytes of each GPU; only tests use several CPU devices.
     room = [torch.cuda.mem_get_info(d)[0] if d.startswith("cuda") else 1 for d in devices]
-    numbers = spread(sizes, room)
-    for name, number in zip(blocks, numbers, strict=True):
+    for name, number in zip(blocks, spread(sizes, room), strict=True):
         result[f"{path}.{name}"] = devices[number]
     return result
 

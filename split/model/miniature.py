@@ -56,8 +56,7 @@ def _narrow(config: Any) -> None:
     groups = getattr(config, "num_key_value_heads", None) or heads
     few_heads = min(heads, 4)
     few_groups = few_heads if groups == heads else min(groups, 2)
-    projected = getattr(config, "word_embed_proj_dim", None)
-    same = projected == config.hidden_size
+    same = getattr(config, "word_embed_proj_dim", None) == config.hidden_size
     for name, value in list(vars(config).items()):
         width = next((width for pattern, width in _WIDTHS if re.fullmatch(pattern, name)), None)
         if width is not None and isinstance(value, int) and not isinstance(value, bool):

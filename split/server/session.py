@@ -187,8 +187,7 @@ class Session:
             (self._kept_in_all, self.lifetime / 2, "half of round-timeout"),
         ):
             if kept >= most:
-                client = self.account.client
                 raise LaneTimeoutError(
-                    f"other clients waited {kept:.1f} s for memory that {client} occupies "
-                    f"({setting})"
+                    f"other clients waited {kept:.1f} s for memory that {self.account.client} "
+                    f"occupies ({setting})"
                 )

@@ -10,9 +10,6 @@ from split.server.session import Session
 class SharedAdapters:
     """Base class of schedules in which all clients share the adapters and the optimizer."""
 
-    # Key of the optimizer in a checkpoint.
-    KEY = "body"
-
     def __init__(self, adapters: BodyAdapters) -> None:
         self._adapters = adapters
 
@@ -42,8 +39,8 @@ class SharedAdapters:
 
     def export_optimizers(self) -> dict[str, State]:
         """Return a dictionary with the state of the optimizer as its only item."""
-        return {self.KEY: self._adapters.export_optimizer()}
+        return {"body": self._adapters.export_optimizer()}
 
     def load_optimizers(self, states: Mapping[str, State]) -> None:
         """Restore the state of the optimizer, or create a new optimizer if there is no state."""
-        self._adapters.load_optimizer(states.get(self.KEY, {}))
+        self._adapters.load_optimizer(states.get("body", {}))
