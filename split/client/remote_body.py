@@ -109,9 +109,9 @@ class RemoteBody:
     ) -> None:
         """Send hidden states after adding noise, if any. Only this method sends hidden states.
 
-        ``hidden`` are the states after the head, (rows, columns, hidden), and ``lengths`` the
-        numbers of tokens in the rows without padding, (rows,). ``fields`` are the side of the
-        padding, and the other fields of the frame (``docs/wire.md``).
+        ``hidden`` has shape (rows, columns, hidden). ``lengths`` contains the number of tokens in
+        each row without padding, (rows,), and ``fields`` the fields of the frame (see
+        ``docs/wire.md``).
         """
         hidden = hidden.detach()
         if self._noise:
@@ -133,8 +133,7 @@ class RemoteBody:
     def end_step(self, squared_norm: float) -> tuple[float, float]:
         """End a step of training with the squared norm of the gradients of the head and the tail.
 
-        Return the factor, 0 to 1, that clips gradients, and the norm over all parties before
-        clipping.
+        Return the clipping factor (0 to 1), and the norm over all parties before clipping.
         """
         self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
         # Other clients may be slow, so the answer may take until the end of the round.

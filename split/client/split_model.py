@@ -82,7 +82,7 @@ class SplitModel:
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Select, by name, one of the server's models to evaluate.
 
-        ``adapters`` are the head's and tail's adapter weights; None for a model without adapters.
+        ``adapters`` contains the head's and tail's adapter weights; None for a model without any.
         """
         for part in (self._head, self._tail):
             part.use(None if adapters is None else "default")

@@ -139,8 +139,8 @@ class _Dialler:
     def dial(self, patience: float, busy_until: float = 0.0) -> _Connection:
         """Open a stream; after a failure, retry unless the lane has ended.
 
-        Raise the last error ``patience`` seconds after the call or, if the server answered before
-        ``busy_until`` that it is busy, ``patience`` seconds after the last such answer.
+        Raise the last error after ``patience`` seconds, counted from the call or, if the server was
+        busy, from its last such answer before ``busy_until``.
         """
         until = min(self.deadline, time.monotonic() + patience)
         while True:

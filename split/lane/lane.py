@@ -184,7 +184,7 @@ class Lane:
 
         Frames that ``receive`` has not returned are dropped. Queued frames are still sent unless
         there is an ``error``, a message that is sent to the other side in their place. A client
-        waits a few seconds for the server to end the lane, too.
+        also waits a few seconds for the server to end the lane.
         """
         reason = f": {error}" if error is not None else ""
         with self._changed:
@@ -204,7 +204,7 @@ class Lane:
         with self._changed:
             return self._changed.wait_for(lambda: self._life.error is not None, timeout)
 
-    # The following methods are for the modules that open streams only.
+    # Only the modules that open streams call the following methods.
 
     def detach(self, reason: str) -> int:
         """Remove the current stream, if any; return the number of frames that have arrived.

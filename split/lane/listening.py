@@ -69,7 +69,7 @@ class LaneServer:
         self._maximum_lanes = maximum_lanes
         self._lock = threading.Lock()
         self._lanes: dict[bytes, Lane] = {}  # by identifier in ``TicketBook``, including ended ones
-        self._unconfirmed: dict[bytes, Stream] = {}  # newest stream of each lane until confirmed
+        self._unconfirmed: dict[bytes, Stream] = {}  # each lane's newest stream, if unconfirmed
         self._threads: set[threading.Thread] = set()  # one per lane that is served
         self._stopping = False
         self._refusals = 0  # number of refusals since the last log line

@@ -121,6 +121,6 @@ class Stream:
 
 
 def wire_bytes(message: bytes) -> int:
-    """Return the bytes that a gRPC message occupies above TCP, including frame headers."""
+    """Return the number of bytes of a gRPC message above TCP, including frame headers."""
     size = len(message) + 5
     return size + 9 * -(-size // _HTTP2_FRAME_BYTES)

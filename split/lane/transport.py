@@ -28,7 +28,7 @@ _COMMON: list[tuple[str, int]] = [
     ("grpc.http2.bdp_probe", 0),  # the probe would reduce the window again
     ("grpc.max_metadata_size", 4096),
     # Disable compression in both directions: ciphertext is incompressible, and decompressing data
-    # of unauthenticated peers would be a risk.
+    # from unauthenticated peers would be a risk.
     ("grpc.per_message_compression", 0),
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # Detect within a minute that a peer has disappeared.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# Maximum widths, by pattern of their names in configurations; _narrow also sets other values.
+# Maximum widths of names in configurations that match a pattern; _narrow also sets other values.
 _WIDTHS: tuple[tuple[str, int], ...] = (
     (r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size", 32),
     (r"vocab_size(_per_layer_input)?", 64),

@@ -78,7 +78,7 @@ class StandingInvitation(BaseModel):
         return SplitSettings(
             head_blocks=self.head_blocks,
             tail_blocks=self.tail_blocks,
-            window=1,  # the window of a server of models
+            window=1,  # as in ``ModelServer``
             wire_dtype=self.wire_dtype,
             key_exchange=self.suite,
         )

@@ -92,9 +92,9 @@ class BlockServer(Endpoint):
         """Prepare for a round of training.
 
         ``examples`` maps each client that will be invited to its number of training examples, which
-        is its weight in averages. ``seed`` is the seed of the round's dropout in the body; only
-        ``client-batch`` uses it. ``own`` are the adapters of the head and tail that the clients
-        begin with; averaging compares the clients' adapters with these. None means that nothing is
+        is its weight in averages. ``seed`` seeds the round's dropout in the body; only
+        ``client-batch`` uses it. ``own`` contains the adapters of the head and tail that clients
+        begin with, with which averaging compares the clients' adapters. None means that nothing is
         averaged within the round.
         """
         self._examples = dict(examples)
@@ -111,9 +111,9 @@ class BlockServer(Endpoint):
     ) -> Invitation:
         """Invite a client to train for a round; rounds are numbered from 1.
 
-        ``seed`` is the seed of the client's training in this round. The ticket is valid for
-        ``lifetime`` seconds. The number of training examples limits the number of steps; None means
-        the number that was passed to ``begin_round``.
+        ``seed`` seeds the client's training in this round. The ticket is valid for ``lifetime``
+        seconds. The number of training examples limits the number of steps; None means the number
+        that was passed to ``begin_round``.
         """
         if examples is None:
             examples = self._examples[client]

@@ -42,7 +42,7 @@ _numbers = itertools.count()
 class BodyAdapters:
     """The body with one set of adapters. Only the compute thread uses it.
 
-    All sets of adapters share the frozen blocks. ``state`` are the initial weights of the adapters,
+    All sets of adapters share the frozen blocks. ``state`` contains the adapters' initial weights,
     keyed by name in the whole model.
     """
 
@@ -63,7 +63,7 @@ class BodyAdapters:
         self._rates: dict[int, Callable[[int], float]] = {}
 
     def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Activations:
-        """Compute the body's blocks in training mode. ``seed`` is the seed of dropout.
+        """Compute the body's blocks in training mode. ``seed`` seeds dropout.
 
         If ``grad``, ``backward`` will return the gradient for ``hidden``, (rows, columns, hidden).
         """

@@ -167,7 +167,7 @@ class Session:
             return self._owed > 0
 
     def holds(self) -> bool:
-        """Return whether the client occupies a part of the budget until its next frames arrive."""
+        """Return whether the client occupies activation budget until its next frames arrive."""
         return False
 
     def give_up(self, reason: str) -> None:

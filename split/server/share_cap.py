@@ -37,8 +37,8 @@ class ShareCap:
     ) -> dict[str, float]:
         """Return the factor that scales down each client's value; 1.0 within the cap.
 
-        ``squares`` are the current sums of squares by client; ``counts`` are the numbers of their
-        terms, which are greater than 0.
+        ``squares`` contains each client's current sum of squares, and ``counts`` its number of
+        terms, which is greater than 0.
         """
         usual = {}
         for client in self._squares.keys() | squares.keys():

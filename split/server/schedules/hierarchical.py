@@ -66,8 +66,8 @@ class Hierarchical:
     ) -> None:
         """Load the global body adapters into the adapters of every client in ``weights``.
 
-        ``own`` are the adapters of the head and tail that all clients begin with; None if nothing
-        is averaged within the round.
+        ``own`` contains the adapters of the head and tail that all clients begin with; None if
+        nothing is averaged within the round.
         """
         with self._changed:
             self._weights = dict(weights)

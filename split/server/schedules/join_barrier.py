@@ -28,7 +28,7 @@ class JoinBarrier:
         self._awaited, self.joined, self._begun = set(self._invited), set(), False
 
     def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client, which may still join."""
+        """Stop waiting for a client; it may still join."""
         self._awaited.discard(client)
         self._changed.notify_all()
 
