@@ -87,7 +87,7 @@ def _style(index: int, seed: int) -> ClientData:
 def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
     """Return a client trained on some matters (``matters-even``: on all), and tested on all.
 
-    There is one held-out row per matter: first for the next client's matters, and last for the
+    The held-out rows, one per matter, begin with the next client's matters and end with the
     client's own.
     """
     try:
@@ -175,7 +175,7 @@ class _Reader:
         )
 
     def folder(self, name: str, path: Path) -> ClientData:
-        """Read a client's own folder or file."""
+        """Read a client's folder or file."""
         train, test = self.parts(path)
         return self.hold_out(name, train) if test is None else ClientData(name, train, test)
 
@@ -219,13 +219,13 @@ class _Reader:
     def hold_out(self, name: str, rows: list[Row]) -> ClientData:
         """Hold out a share of the rows, at least one row.
 
-        Rows with the same origin, such as a passage with several questions, are kept together.
+        Rows with the same origin, such as several questions on a passage, stay together.
         """
         origins = list(dict.fromkeys(row.origin for row in rows))
         if len(origins) < 2:
             count = f"{len(rows)} row{'s' * (len(rows) != 1)}"
             where = f", all from {origins[0]}," if len(rows) > 1 else ""
-            raise DataError(f"{name} has {count}{where} and no test part; nothing can be held out")
+            raise DataError(f"{name} has {count}{where} and no test file; nothing can be held out")
         seed = derive_seed("hold out", self.seed, name)
         order = np.random.default_rng(seed).permutation(len(origins))
         cut = min(max(1, round(self.settings.test_fraction * len(origins))), len(origins) - 1)

@@ -173,8 +173,8 @@ def _privately(
 ) -> tuple[LocalRound, Stages]:
     """Return the steps and stages of a differentially private round, and record its ε.
 
-    A row yields no example if ``data.max-length`` leaves its output no room. Such rows are still
-    sampled, with a zero gradient, so steps and sampling rates depend only on the number of rows.
+    A row yields no example if ``data.max-length`` leaves no room for its output. Such rows are
+    still sampled, with zero gradients: only the number of rows affects steps and sampling rates.
     """
     institution, number = task.institution, task.instruction.round
     # Fail before spending ε if the computation is impossible.

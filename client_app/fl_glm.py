@@ -80,7 +80,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         model.end()
     traffic = model.lane.traffic
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
-    # The server's body for this client matches only the last of the client's averaged adapters.
+    # The body that the server stores for this client matches its last averaged adapter.
     task.save(adapters, optimizer, counted=models_of(task.message).get("personalised"))
     return adapters, training_metrics(report) | {
         "bytes-up": traffic.bytes_up,

@@ -111,7 +111,7 @@ def _problem(message: Message, context: Context, error: Exception) -> Message:
 def _reason(error: Exception) -> str:
     """Return an error text that quotes no private rows."""
     if isinstance(error, UserError):
-        return one_line(error.public)  # in one line, since it may quote the server
+        return one_line(error.public)  # may quote the server
     if isinstance(error, FloatingPointError):  # raised in training
         return one_line(str(error))
     if isinstance(error, torch.OutOfMemoryError):

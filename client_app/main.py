@@ -34,7 +34,7 @@ app = ClientApp()
 
 
 class FailedInWorkerError(Exception):
-    """The worker raised an exception; the worker reports only the name of its class."""
+    """The worker raised an exception, of which it reports only the class name."""
 
 
 class WorkerEndedError(Exception):
@@ -49,7 +49,7 @@ class WorkerEndedError(Exception):
 @app.train()
 @app.evaluate()
 def answer(message: Message, context: Context) -> Message:
-    """Answer a message through the worker in the SuperNode's configuration, or in this process."""
+    """Answer a message through the worker named in the SuperNode's config, or in this process."""
     path = str(context.node_config.get("worker", ""))
     if path:
         try:
@@ -79,7 +79,7 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
             send(connection, message_to_proto(message).SerializeToString())
             send(connection, context_to_proto(context).SerializeToString())
         except (OSError, EncodeError) as error:
-            raise WorkerError(f"can't be given the message: {error}") from error
+            raise WorkerError(f"did not receive the message: {error}") from error
         log(INFO, "the worker at %s answers the message", path)
         connection.settimeout(_time_limit(context))
         try:

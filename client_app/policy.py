@@ -138,7 +138,7 @@ def check_steps(
 
 
 def check_address(policy: SitePolicy, address: str) -> None:
-    """Raise ``PolicyError`` unless the policy allows a lane to the address of a block server."""
+    """Raise ``PolicyError`` unless the policy allows a lane to a block server's address."""
     known = {entry.lower() for entry in policy.coordinators or ()}
     host = address.rpartition(":")[0]
     listed = address.lower() in known or host.lower() in known

@@ -24,7 +24,7 @@ from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_
 class Site:
     """An institution's policy, and the message to which the policy is applied."""
 
-    policy: SitePolicy | None  # None: nothing is recorded, and only sending rows' text is refused
+    policy: SitePolicy | None  # None: nothing is recorded, and text of rows is refused
     about: Mapping[str, Any]  # client, kind of message, run and round, for the audit log
     is_simulated: bool
 
@@ -35,7 +35,7 @@ class Site:
         elif config.evaluate.shown and not self.is_simulated:
             raise PolicyError(
                 f"evaluate.show-answers = {config.evaluate.show_answers}: text of rows leaves a "
-                "site only if its policy has show-answers = true, and this SuperNode's "
+                "site only if its policy has show-answers = true, but this SuperNode's "
                 "--node-config names no policy"
             )
 
@@ -113,9 +113,8 @@ def open_site(
     ``instruction`` is the message's signed instruction, whose content replaces the message's, or
     the error if it is malformed. Raise ``PolicyError`` if the named policy, or its public key, is
     missing or malformed, or the configuration has unknown keys. Raise ``AuthenticationError`` if
-    the signed content is malformed, or the policy requires a signature, but the message has none
-    that is valid for this site and time, or is a replay. Raise ``AuditError`` if the message can't
-    be recorded.
+    the signed content is malformed, or if the policy requires a signature and the message has no
+    valid one or is a replay. Raise ``AuditError`` if the message can't be recorded.
     """
     node = context.node_config
     check_keys(node)
@@ -141,7 +140,7 @@ def _opened(
         key = read_public_key(policy.instruction_key)
         if instruction is None:
             raise AuthenticationError(
-                "the instruction is not signed, but the site's policy requires it (instruction-key)"
+                "the instruction is not signed, but the site's policy has an instruction-key"
             )
         instruction.verify(key, message, context.node_id, context.run_id)
     if instruction:

@@ -1,6 +1,6 @@
 """A client's state between messages, stored on its own disk.
 
-Flower's ``context.state`` is lost when a SuperNode restarts; states of 200 MB silently disappear.
+Flower loses ``context.state`` when a SuperNode restarts, and silently drops states of 200 MB.
 ``<state-path>/<lineage>/<client>/round-0002/`` contains the personalised adapter and the optimizer
 state after round 2. The last two rounds are kept, so that a run that lost its last round can resume
 from the previous one. The last round whose adapter the server averaged is kept, too.
@@ -47,7 +47,7 @@ class ClientState:
     def describe(
         self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
     ) -> None:
-        """Write the files that describe the adapters' run config and base model, as a run does."""
+        """Write the run config and the base model's fingerprint, as in a run's results folder."""
         content = {"loaded from": base, "digests": dict(fingerprint)}
         write_json(self.directory / "config.json", dict(config))
         write_json(self.directory / "base-model.json", content)

@@ -93,7 +93,7 @@ class Task:
             return None
         optimizer = self.state.optimizer(number - 1)
         if number > 1 and not optimizer:
-            log(WARNING, "%s: no saved optimizer state; starting anew", self.institution.name)
+            log(WARNING, "%s starts with a new optimizer: no state is saved", self.institution.name)
         return optimizer
 
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:

@@ -3,7 +3,7 @@
     python -m client_app.worker SOCKET [--allow-uid UID]
 
 ``chambers site worker`` starts this program. The worker answers one message at a time; meanwhile it
-refuses other messages, which their ClientApp processes then answer. If the caller ends before
+refuses other messages, so their ClientApp processes answer them. If the caller ends before
 receiving its reply, the worker exits with status 75, since this is the only reliable way to stop
 all computations of a message. It also exits with this status after a GPU kernel has failed, because
 no other kernel could run. A supervisor such as systemd then restarts the worker.
@@ -101,7 +101,7 @@ class Worker:
             send(caller, reply)
         finally:
             if is_broken():
-                log(ERROR, "a GPU kernel has failed, after which none can run; the worker exits")
+                log(ERROR, "a GPU kernel has failed, so no other can run; the worker exits")
                 sys.exit(TRY_AGAIN)
 
     def _refusal(self, caller: socket.socket) -> str:
@@ -112,8 +112,8 @@ class Worker:
         code = receive(caller, len(self._code)).decode(errors="replace")
         if not code == self._code == code_digest():
             return (
-                f"runs code other than the run's app ({self._code:.16} and {code:.16}): start it "
-                "again, from the same release"
+                f"runs code other than the run's app ({self._code:.16} and {code:.16}): restart it "
+                "from the same release"
             )
         return ""
 
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("socket", type=Path, help="path of the socket")
     parser.add_argument(
-        "--allow-uid", type=int, action="append", default=[], help="id of another allowed user"
+        "--allow-uid", type=int, action="append", default=[], help="id of another user to answer"
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

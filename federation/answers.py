@@ -31,7 +31,7 @@ def answers_record(answers: Sequence[Answer]) -> ConfigRecord:
 
 
 def answers_problem(reply: Message, most: int) -> str | None:
-    """Return why a reply's answers are rejected, or None; a model may have at most ``most``."""
+    """Return why a reply's answers are refused, or None; ``most`` is the limit for each model."""
     record = _record(reply)
     if record is None:
         return None
@@ -43,7 +43,7 @@ def answers_problem(reply: Message, most: int) -> str | None:
         return "its answers are malformed: each must be a text with a question and a reference"
     models = record["model"]
     if not set(models) <= set(MODELS) or any(models.count(model) > most for model in MODELS):
-        return f"it may send at most {most} answers of each of the models {', '.join(MODELS)}"
+        return f"it may send at most {most} answers from each of the models {', '.join(MODELS)}"
     return None
 
 

@@ -1,9 +1,9 @@
 """Signed instructions from the coordinator, and authenticated replies from the clients.
 
 Flower authenticates the SuperNode that sends a request, but not the message in the request: any
-registered SuperNode can store a message for another SuperNode and name the coordinator as the
-sender. An instruction therefore carries an Ed25519 signature, and a secret key that the recipient
-uses to authenticate the reply (HMAC-SHA-256). The HMAC covers both the instruction and the reply.
+registered SuperNode can send a message to another SuperNode in the coordinator's name. An
+instruction therefore carries an Ed25519 signature, and a secret key that the recipient uses to
+authenticate the reply (HMAC-SHA-256). The HMAC covers both the instruction and the reply.
 """
 
 import hmac

@@ -67,13 +67,13 @@ from flwr.supercore.task_identity import TaskIdentity
 # Only the class of the grid shows whether the institutions are simulated.
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
-# Requests about a node key are sent, signed like a SuperNode's, to the endpoint for SuperNodes.
+# `chambers site check` sends requests signed with a node key, as a SuperNode does.
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 
 def build_release(files: Mapping[str, Path]) -> bytes:
-    """Build a release from files, keyed by path in the release (``flwr build`` needs a folder)."""
+    """Build a release from files, keyed by their paths in it (``flwr build`` needs a folder)."""
     # Importing Flower's command line is slow, and only `chambers site sign` needs it.
     from flwr.cli.build import build_fab_from_files
 

@@ -28,7 +28,7 @@ from split.protocol.tickets import Identity, Invitation, Ticket
 
 ARRAYS = "arrays"
 IMPORTANCE = "importance"
-# Names of the records with the body's adapters, which clients get after the last round.
+# Names of the records with the body's adapters, which clients receive after the last round.
 BODY = {"global": "body", "personalised": "personalised-body"}
 CONFIG = "config"
 LANE = "lane"

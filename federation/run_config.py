@@ -48,9 +48,9 @@ class RunConfig(Section):
 
     strategy: StrategyName = Field(
         "fedjudge-cl",
-        description="FedJudge with plain averaging (FedAvg), or with the continual-learning "
-        "penalty; FedProx, with a proximal term instead; or FL-GLM, where the server runs the "
-        "middle blocks.",
+        description="`fedjudge-base`: adapters are averaged (FedAvg). `fedjudge-cl`: also with the "
+        "continual-learning penalty. `fedprox`: with a proximal term instead. `fl-glm`: the server "
+        "runs the middle blocks.",
     )
     rounds: int = Field(
         5,
@@ -67,9 +67,8 @@ class RunConfig(Section):
     min_nodes: PositiveInt = Field(
         2,
         description="Minimum number of valid replies in a round; with fewer, the run fails. "
-        "A round starts once this many SuperNodes are connected, and includes all connected ones. "
-        "Unless it is given, `chambers train` sets it to the number of clients that train in a "
-        "round.",
+        "A round starts once this many SuperNodes are connected. By default, `chambers train` sets "
+        "it to the number of clients that train in a round.",
     )
     sample: float = Field(
         1.0,
@@ -78,14 +77,14 @@ class RunConfig(Section):
         description="Share of the connected clients that train in a round, but at least "
         "`min-nodes` clients. For each round, a new sample is drawn with `seed`. Evaluations use "
         "one fixed sample of the same size, so that losses of different rounds are comparable; "
-        "only these clients save the final adapters on their own disks.",
+        "only these clients save the final adapters on their disks.",
     )
     max_share: float = Field(
         0.75,
         gt=0,
         le=1,
-        description="Maximum share of a client's data size in averages over two or more clients. "
-        "A client with a larger one is named in the log and weighted by this share; 1: no maximum.",
+        description="Maximum share of a client in averages (by data size) over two or more "
+        "clients. Larger shares are reduced, and the log names the client. 1: no maximum.",
     )
     node_timeout: PositiveFloat = Field(
         120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
@@ -93,7 +92,7 @@ class RunConfig(Section):
     round_timeout: PositiveFloat = Field(
         3600.0,
         description="Seconds that a client has for one train or evaluate message, from the start "
-        "of its processing; in simulation, waiting for a free process doesn't count.",
+        "of processing; in simulation, waiting for a free process doesn't count.",
     )
     output_dir: str = Field(
         "",
@@ -102,7 +101,7 @@ class RunConfig(Section):
     )
     state_path: str = Field(
         "",
-        description="Folder for a client's state, on the client's own disk; an absolute path. "
+        description="Folder for a client's state, on the client's disk; an absolute path. "
         "Empty: the user's state folder (`~/.local/state/chambers` on Linux).",
     )
     resume: str = Field(
@@ -112,12 +111,12 @@ class RunConfig(Section):
         "",
         description="Folder of an adapter in PEFT's format, such as one from an earlier run, to "
         "begin with instead of a random adapter; an absolute path on the server. The adapter is "
-        "also evaluated before round 1 or, with `rounds = 0`, only evaluated.",
+        "also evaluated before round 1; with `rounds = 0`, it is only evaluated.",
     )
     instruction_key: str = Field(
         "",
         description="File on the coordinator's machine with the key that signs instructions: the "
-        "`instructions.key` of `chambers site certificates`; an absolute path. `none`: "
+        "`instructions.key` that `chambers site certificates` writes; an absolute path. `none`: "
         "instructions aren't signed. Required in a deployment, not used in simulations.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
@@ -160,8 +159,8 @@ class RunConfig(Section):
     def _can_have_prefixes(self) -> "RunConfig":
         if self.adapter.kind == "prefix" and self.model.gradient_checkpointing:
             raise ValueError(
-                'adapter.kind = "prefix" excludes model.gradient-checkpointing = true: recomputed '
-                "blocks can't use a prefix; lower train.batch-size or data.max-length instead"
+                'adapter.kind = "prefix" can\'t be used with model.gradient-checkpointing = true: '
+                "recomputed blocks can't use a prefix; lower train.batch-size or data.max-length"
             )
         return self
 
@@ -234,7 +233,7 @@ class RunConfig(Section):
 
     @property
     def row_with_answer(self) -> dict[str, int]:
-        """Like ``row``, but with the positions of a generated answer, if answers are generated."""
+        """Like ``row``, plus the positions of a generated answer, if answers are generated."""
         answer = {"evaluate.max-new-tokens": self.evaluate.max_new_tokens}
         return self.row | (answer if self.evaluate.generate else {})
 
@@ -256,7 +255,7 @@ class RunConfig(Section):
 
     @property
     def reply_timeout(self) -> float:
-        """Seconds the server waits for a reply: a client's time limit plus ``_GRACE_SECONDS``."""
+        """Seconds that the server waits for a reply: the time limit plus ``_GRACE_SECONDS``."""
         return self.round_timeout + _GRACE_SECONDS
 
     def flat(self) -> dict[str, Scalar]:
@@ -281,7 +280,7 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     except ValidationError as error:
         mistakes += [_explain(dict(problem), values, fields) for problem in error.errors()]
     if mistakes:
-        raise ConfigError("the run config is wrong:\n" + "\n".join(mistakes))
+        raise ConfigError("the run config is invalid:\n" + "\n".join(mistakes))
     return config
 
 

@@ -129,7 +129,7 @@ class SitePolicy(_Table):
         [],
         description="Hugging Face ids allowed as `model.name`. Models that are not in the local "
         "cache are downloaded, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
-        "`smollm2` counts as `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever its weights are from. "
+        "`smollm2` counts as `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever it is loaded from. "
         "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
     )
     paths: list[AbsolutePath] = Field(
@@ -163,7 +163,7 @@ class SitePolicy(_Table):
         1,
         description="Every adapter, importance, loss or score that is sent must be computed from "
         "at least this many rows. A conversation is one row, and so is a line with several "
-        "questions, as in MultiRC. Hidden states are always of single rows.",
+        "questions, as in MultiRC. Hidden states always come from single rows.",
     )
     evaluation: bool = Field(
         True,
@@ -213,7 +213,7 @@ def read_policy(path: str) -> SitePolicy:
         policy = SitePolicy.model_validate(values)
     except ValidationError as error:
         mistakes = "; ".join(_explain(dict(problem)) for problem in error.errors())
-        raise PolicyError(f"the site's policy {path} is wrong: {mistakes}") from error
+        raise PolicyError(f"the site's policy {path} is invalid: {mistakes}") from error
     except OSError as error:
         raise PolicyError(f"the site's policy {path} can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -35,7 +35,7 @@ def refuse_open_folder(path: Path) -> None:
         raise WorkerError(f"has no folder for its socket: {error}") from error
     if mode & stat.S_IWOTH:
         raise WorkerError(
-            f"must have its socket in a folder of its own: every user can write to {path.parent}"
+            f"must have its socket in a private folder: every user can write to {path.parent}"
         )
 
 

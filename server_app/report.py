@@ -2,7 +2,7 @@
 
 The report is generated from ``metrics.jsonl`` and ``config.json``, which every run writes. It can
 be generated during a run, or after a run was killed. Client names are not trusted: the template
-escapes all values, and plots contain no names.
+escapes all values, and plots show no names.
 """
 
 import io
@@ -72,7 +72,6 @@ def questions(events: Iterable[Event]) -> dict[str, dict[tuple[str, str], dict[s
 
 
 def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
-    """Render the page for the given events."""
     latest = latest_values(events)
     looks = {client: _LOOKS[i % len(_LOOKS)] for i, client in enumerate(latest)}
     rounds = {event["round"]: event for event in events if event["event"] == "round"}

@@ -33,7 +33,7 @@ def summary(directory: Path) -> str:
 
 
 def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
-    """Return a list with a table of held-out questions and two models' answers; empty if none."""
+    """Return a list with a table of questions and two models' answers; empty without answers."""
     title = "Held-out questions" + ", first on topics that only other clients have" * matters
     table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(width=12, no_wrap=True)

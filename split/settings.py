@@ -25,7 +25,7 @@ class SplitSettings(Section):
     head_blocks: int = Field(
         1,
         ge=0,
-        description="Number of blocks at the clients after the embedding. If `head-blocks` and "
+        description="Blocks at the clients after the embedding. If `head-blocks` and "
         "`tail-blocks` are both 0, the split is FedBERT's.",
     )
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")

@@ -1,10 +1,10 @@
 """Pull replies from a SuperLink within a memory limit, and ignore all other messages.
 
 Together with a reply, the SuperLink returns all messages that are addressed to the ServerApp. Any
-SuperNode can store such messages, and Flower would treat them as replies.
+SuperNode can send such messages, and Flower would treat them as replies.
 
-Flower loads a complete reply before passing it to the app, and its format allows an array to repeat
-the same chunk any number of times: a stored reply of a few megabytes could exhaust the memory.
+Flower loads a complete reply before passing it to the app. An array in a reply can repeat the same
+chunk any number of times, so a reply of a few megabytes could exhaust the memory.
 """
 
 import copy
@@ -47,7 +47,7 @@ def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
 
 
 def check_size(reply: Message, max_bytes: int) -> None:
-    """Raise ``LargeReplyError`` if a reply's arrays together exceed a size.
+    """Raise ``LargeReplyError`` if a reply's arrays together exceed ``max_bytes``.
 
     Data stored under several names counts once for each name.
     """

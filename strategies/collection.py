@@ -13,7 +13,7 @@ from strategies.replies import Replies
 
 # Losses of the models that are the same at all clients.
 _LOSSES = ("base.loss", "global.loss")
-# Matches error messages of the training loop and of lanes about values that aren't finite.
+# Matches error messages about non-finite values, from the training loop or from a lane.
 _NOT_FINITE = re.compile(r"\b(not finite|nan|inf|infinite)\b", re.IGNORECASE)
 
 
@@ -45,8 +45,8 @@ def require_finite(
     raise NotFiniteError(
         f"the global adapter after round {adapter_round} is unusable: losses or gradients are not "
         f"finite numbers at {', '.join(sorted(collected.not_finite))}. Resume the run without the "
-        "clients that were scaled down or left out (metrics.jsonl), or start a new run with a "
-        "lower train.learning-rate"
+        "clients that were scaled down or left out (see metrics.jsonl), or start a new run with "
+        "a lower train.learning-rate"
     )
 
 

@@ -18,9 +18,9 @@ from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull
 
-# Polling interval of grids without a ``pull_interval``; Flower's grid of simulations has one.
+# Polling interval for grids without a ``pull_interval``; Flower's simulation grid has one.
 _PULL_SECONDS = 3.0
-# Attempts to push a message that the SuperLink refuses; each attempt uses different objects.
+# Maximum number of attempts to push a message; each attempt uses different objects.
 _MAX_PUSHES = 3
 # Size limit of a reply without arrays: names, digests of tensors, answers as text.
 _MAX_REPLY_BYTES = 2**26
@@ -44,12 +44,12 @@ def exchange(
     on_poll: Callable[[], None] = lambda: None,
     patience_seconds: float = 5.0,
 ) -> Iterator[Message]:
-    """Send messages, and yield each reply as it arrives, with the addressed client as its sender.
+    """Send messages, and yield each reply as it arrives.
 
-    If a message can't be sent, or its reply can't be read or has the wrong sender, an error is
-    yielded instead. Replies are pulled one at a time, so only one is in memory if the caller keeps
-    no references. A reply that the SuperLink has not completely received is pulled in the
-    background, so that a client that never finishes sending doesn't delay other clients.
+    If a message can't be sent, or its reply can't be read or has the wrong sender, yield an error
+    instead, with the addressed client as its sender. Replies are pulled one at a time, so only one
+    is in memory if the caller keeps no references. A reply that hasn't completely reached the
+    SuperLink is pulled in the background: a client that never finishes doesn't delay the others.
 
     There is at most one message per client, and each client has ``timeout`` seconds to reply. With
     a ``signer``, messages are signed, and replies must be authenticated. ``array_bytes`` is the
@@ -207,6 +207,6 @@ def turns(grid: Grid, clients: int) -> int:
 
     A simulation may have fewer actors than clients. Messages then wait in Flower's queue, and a
     client's time limit begins when its message is taken from the queue. Flower doesn't expose the
-    number of actors, so one actor is assumed. In a deployment each client has its own machine.
+    number of actors, so one actor is assumed. In a deployment, each client has its own machine.
     """
     return max(1, clients) if isinstance(grid, InMemoryGrid) else 1

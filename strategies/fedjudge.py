@@ -19,16 +19,16 @@ from strategies.rounds import Rounds
 
 
 class FedJudgeBase(Rounds):
-    """FedJudge-Base: clients minimise Eq. 1 with LoRA; the server averages by data size (Eq. 2)."""
+    """FedJudge-Base: clients minimise Eq. 1; the server averages adapters by data size (Eq. 2)."""
 
 
 class FedJudgeCL(FedJudgeBase):
-    """FedJudge-CL: from round 2 on, clients penalise changes of important weights (Eq. 3 and 4)."""
+    """FedJudge-CL: from round 2 on, clients penalise changes to important weights (Eq. 3 and 4)."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create a train message for every client of the round, with the average of J, if any.
+        """Create a train message, with any average importance J, for every client of the round.
 
         Raise ``RefusedError`` if all clients withhold J, which the next round needs.
         """

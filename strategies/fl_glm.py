@@ -49,7 +49,7 @@ class FLGLM(Rounds):
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
         theirs = tensors_of(self._directory, self._partition, ("head", "tail"))
-        # Tensors that the server lacks have empty digests: for these, the clients must agree.
+        # Tensors that the server lacks have empty digests: the clients must agree on these.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
         super().__init__(
@@ -106,7 +106,7 @@ class FLGLM(Rounds):
                 lifetime=message.metadata.ttl,
                 examples=client.train_examples,
             )
-            # The client must keep the head and tail that match this body, even if they aren't new.
+            # The client must not delete the head and tail that match this body, however old.
             own = self._personalised_body(client.name)
             message.content[LANE] = lane_record(invitation, {"personalised": own[0]} if own else {})
             yield message
@@ -160,7 +160,7 @@ class FLGLM(Rounds):
         )
         blocks = self._partition.range_of("body")
         seconds = time.monotonic() - started
-        text = "Blocks %d to %d are served at %s after %.1f s"
+        text = "Serving blocks %d to %d at %s; loading took %.1f s"
         log(INFO, text, blocks.start, blocks.stop - 1, server.address, seconds)
         return server
 
@@ -176,7 +176,7 @@ class FLGLM(Rounds):
         """Send messages, and yield replies; after the last reply, end the lanes still open.
 
         In training, the serial schedule waits for each reply before it sends the next message, and
-        ends the lane of a late client, so that a late client can't delay the next one.
+        ends a late client's lane, so that this client can't delay the next one.
         """
         serial = training and self.config.split.schedule == "serial"
         for group in ([message] for message in messages) if serial else [messages]:
@@ -205,7 +205,7 @@ class FLGLM(Rounds):
             self._journal.record({"event": "lane", "round": server_round, **event})
 
     def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
-        """Return the round and the body's adapter of each model that a client evaluates."""
+        """Return, for each model that a client evaluates, the round and the body's adapter."""
         bodies: dict[str, tuple[int, State | None]] = {}
         if server_round == 0:
             bodies["base"] = (0, None)

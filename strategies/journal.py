@@ -11,7 +11,7 @@ from federation.run_folder import RunStatus
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run."""
+    """The state of a run between rounds, apart from the global adapter."""
 
     lineage: str  # name of the run across its resumptions
     finished_rounds: int = 0  # rounds whose adapters have been averaged
@@ -21,7 +21,7 @@ class Progress:
 
 
 class Journal(Protocol):
-    """Interface for recording a run."""
+    """Records the status, events and adapters of a run."""
 
     @property
     def scratch(self) -> Path:
@@ -36,10 +36,10 @@ class Journal(Protocol):
     def keep_personalised(
         self, client: str, state: State | Path, round_number: int, size: int
     ) -> None:
-        """Save a client's personalised adapter: the client's local adapter after training.
+        """Save a client's personalised adapter, which is its local adapter after training.
 
-        ``state`` may be a safetensors file below ``scratch``, which may be moved. ``size`` is the
-        client's number of training rows.
+        ``state`` may be a safetensors file below ``scratch``; this file may be moved. ``size`` is
+        the client's number of training rows.
         """
 
     def personalised(self, client: str) -> tuple[int, State] | None:

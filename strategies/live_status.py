@@ -59,7 +59,7 @@ class LiveStatus:
         self._show()
 
     def refresh(self, lanes: Callable[[], list[LaneStatus]]) -> None:
-        """Write the progress within a round, at most once in ``_REFRESH_SECONDS``."""
+        """Write the progress within a round, at most once every ``_REFRESH_SECONDS``."""
         if time.monotonic() - self._shown >= _REFRESH_SECONDS:
             self._status.lanes = lanes()
             self._show()

@@ -1,4 +1,4 @@
-"""Events of ``metrics.jsonl``."""
+"""Create events of ``metrics.jsonl``."""
 
 from collections.abc import Mapping
 from logging import WARNING
@@ -39,7 +39,7 @@ def underscored(key: str) -> str:
 def record_scaled(
     journal: Journal, server_round: int, what: What, factors: Mapping[str, float]
 ) -> None:
-    """Log and record each client whose contribution was scaled down: its factor is below 1."""
+    """Log and record each client whose contribution was scaled down, by a factor below 1."""
     for name, factor in factors.items():
         if factor < 1:
             log(WARNING, "%s: its %s is scaled by %.2g: it %s", name, what, factor, _REASONS[what])

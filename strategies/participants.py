@@ -123,15 +123,15 @@ class Participants:
             lines = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
             raise RefusedError(f"training can't start:{lines}")
         for participant in sorted(self._registered.values(), key=lambda p: p.name):
-            log(INFO, "%s takes part with %d examples", participant.name, participant.examples)
+            log(INFO, "%s takes part with %d training rows", participant.name, participant.examples)
 
     def register_newcomers(self, grid: Grid, finished_rounds: int) -> dict[str, str]:
         """Register SuperNodes that connected later; a failing SuperNode doesn't affect the others.
 
         A SuperNode that reconnected with the same id is queried again, because its data or name may
-        have changed; if it doesn't answer or can't take part, its registration is kept. Refused
-        SuperNodes are queried again after a registered SuperNode has disconnected, which may have
-        had the same name as one of them. A SuperNode that doesn't answer, perhaps because it is
+        have changed; if it doesn't answer or can't take part, its registration remains valid.
+        Refused SuperNodes are queried again after a registered SuperNode has disconnected, since it
+        may have had the name of one of them. A SuperNode that doesn't answer, perhaps because it is
         preparing a large model, is queried again in the next rounds, at most three times in all.
 
         Return the reasons for refusing clients, keyed by name. Raise ``TooFewClientsError`` if not
@@ -160,7 +160,7 @@ class Participants:
             node: p for node, p in self._registered.items() if p.name.casefold() not in names
         } | joined
         for participant in joined.values():
-            log(INFO, "%s joins with %d examples", participant.name, participant.examples)
+            log(INFO, "%s joins with %d training rows", participant.name, participant.examples)
         for name, problem in problems.items():
             log(WARNING, "%s can't join: %s", name, problem)
         return problems
@@ -181,7 +181,7 @@ class Participants:
         return self._registered[message.metadata.dst_node_id]
 
     def sender_of(self, reply: Message) -> Participant | None:
-        """Return the sender of a reply; None if the sender did not receive the last messages."""
+        """Return the sender of a reply, or None if it isn't a recipient of the last messages."""
         return self._asked.get(reply.metadata.src_node_id)
 
     def address(
@@ -210,9 +210,9 @@ class Participants:
         return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)
 
     def _drawn(self, connected: Collection[Participant], draw: int) -> list[Participant]:
-        """Return ``sample`` of the participants, at least ``min-nodes``, sorted by name."""
+        """Draw the share ``sample`` of the participants, at least ``min-nodes``, sorted by name."""
         seed = self._config.seed
-        # With each client's own random number, others that join or leave hardly change the draw.
+        # Each client has its own random number: others that join or leave hardly change the draw.
         drawn = sorted(connected, key=lambda p: derive_seed("sample", seed, draw, p.name))
         count = self._config.sampled(len(drawn))
         return sorted(drawn[:count], key=lambda p: p.name)

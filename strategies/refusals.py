@@ -50,9 +50,9 @@ def reason_to_refuse(
 ) -> str | None:
     """Return why a client's reply to a train or evaluate message can't be used, or None if it can.
 
-    The client registered with ``name`` and the number ``examples`` of training rows; ``base`` is
-    the digest of the run's base model. ``reference`` contains the required names and shapes of the
-    arrays, or is None for a reply without arrays; ``minimum`` is their smallest allowed value. The
+    The client registered as ``name``, with ``examples`` training rows; ``base`` is the digest of
+    the run's base model. ``reference`` contains the required names and shapes of the arrays, or is
+    None for a reply without arrays; ``minimum`` is the smallest value allowed in the arrays. The
     reply may contain at most ``answers`` generated answers for each model.
     """
     return (
@@ -77,8 +77,8 @@ def reason_to_refuse_registration(
         return problem
     if not is_name(name):
         return (
-            f"the name {printable(name, 64)!r} must be letters, digits, spaces, '.', '_' or '-' "
-            "(at most 64, and 200 bytes), with a letter, digit or '_' at both ends"
+            f"the name {printable(name, 64)!r} must be at most 64 letters, digits, spaces, '.', "
+            "'_' or '-' (at most 200 bytes), with a letter, digit or '_' at both ends"
         )
     if assigned and name != assigned:
         return (
@@ -88,8 +88,8 @@ def reason_to_refuse_registration(
     # Names are used as folder names, and some file systems are case-insensitive.
     if name.casefold() in {other.casefold() for other in taken}:
         return (
-            f"another SuperNode is named {name!r} already (upper and lower case count as equal); "
-            "give each SuperNode a different name"
+            f"another SuperNode is already named {name!r} (names are case-insensitive); give each "
+            "SuperNode a different name"
         )
     config, metrics = config_of(reply), metrics_of(reply)
     for key in (SIZE, *({TRAIN_EXAMPLES} & metrics.keys())):
@@ -103,8 +103,8 @@ def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str])
     """Return the majority digests of the tensors whose digest in ``fingerprint`` is empty.
 
     The coordinator doesn't have these tensors. ``configs`` are the config records of the replies to
-    query messages. If no digest has a majority, the result is one that no client can match, so
-    the difference must be resolved before training.
+    query messages. If no digest has a majority, return one that no client can match, so that the
+    difference must be resolved before training.
     """
     reported = [
         dict(zip(config["tensors"], config["digests"], strict=True))
@@ -187,7 +187,7 @@ def _is_bounded_number(value: object) -> bool:
 def _arrays_problem(
     arrays: ArrayRecord | None, reference: ArrayRecord | None, minimum: float
 ) -> str | None:
-    """Compare names, shapes and dtypes with the reference before reading any values."""
+    """Compare names with the reference, and each shape and dtype before reading the values."""
     if reference is None:
         return None
     if arrays is None:

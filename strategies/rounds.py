@@ -217,7 +217,7 @@ class Rounds(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Create evaluate messages for the drawn clients, if the round has an evaluation."""
+        """Create evaluate messages for the sampled clients, if the round has an evaluation."""
         instruction = self._evaluation(server_round)
         if not (instruction.losses or instruction.importance or instruction.final):
             return []
@@ -266,7 +266,7 @@ class Rounds(Strategy):
 
     def _evaluation(self, server_round: int) -> Instruction:
         """Return the instruction for the evaluation after a round."""
-        # With ``rounds = 0`` there are no trained weights to save.
+        # With ``rounds = 0``, there are no trained weights to save.
         final = server_round == self.config.rounds > 0
         return replace(
             self._instruction,

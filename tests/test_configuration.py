@@ -65,6 +65,6 @@ def test_any_flat_config_is_either_valid_or_refused_in_words(values):
     try:
         config = parse_run_config(values)
     except ConfigError as error:
-        assert "the run config is wrong" in str(error)
+        assert "the run config is invalid" in str(error)
     else:
         assert set(values) <= set(config.flat())

@@ -217,7 +217,7 @@ def test_something_is_held_out_and_something_is_left(tmp_path, rows, fraction, h
 
 def test_one_row_can_t_be_held_out_from(tmp_path):
     file = write(tmp_path / "all.jsonl", ["lonely"])
-    with pytest.raises(DataError, match="client-0 has 1 row and no test part"):
+    with pytest.raises(DataError, match="client-0 has 1 row and no test file"):
         simulated(file, 0, 1)
 
 
@@ -236,7 +236,7 @@ def test_questions_on_a_passage_stay_together(tmp_path):
     origins = [{row.origin for row in part} for part in parts]
     assert sum(map(len, origins)) == len(set().union(*origins)) == 9
     file.write_text(json.dumps({"passage": passages[0]}) + "\n")
-    with pytest.raises(DataError, match=r"has 6 rows, all from .*train\.jsonl:1, and no test part"):
+    with pytest.raises(DataError, match=r"has 6 rows, all from .*train\.jsonl:1, and no test file"):
         simulated(file, 0, 1, task="multirc")
 
 

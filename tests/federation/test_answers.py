@@ -68,8 +68,8 @@ GOOD = {"model": ["base"], "question": ["q"], "reference": ["r"], "text": ["t"]}
         (GOOD | {"text": []}, 1, "are malformed"),
         (GOOD | {"text": [1]}, 1, "are malformed"),
         (GOOD | {"text": "t"}, 1, "are malformed"),
-        (GOOD | {"model": ["other"]}, 1, "at most 1 answers of each of the models base"),
-        ({key: value * 2 for key, value in GOOD.items()}, 1, "at most 1 answers of each"),
+        (GOOD | {"model": ["other"]}, 1, "at most 1 answers from each of the models base"),
+        ({key: value * 2 for key, value in GOOD.items()}, 1, "at most 1 answers from each"),
     ],
 )
 def test_others_are_refused(record, most, reason):

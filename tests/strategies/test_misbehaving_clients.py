@@ -341,12 +341,12 @@ def test_a_client_over_its_time_says_so(values, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("name", "alpha", "another SuperNode is named 'alpha'"),
-        ("name", "../alpha", "must be letters"),
-        ("name", "", "must be letters"),
-        ("name", "ALPHA", r"another SuperNode is named 'alpha' already \(upper"),
-        pytest.param("name", "𐐀" * 63, "must be letters", id="252 bytes"),  # no folder's name
-        ("name", "\x1b[2J\n" * 10**5, r"x1b\[2J\\n.*….* must be letters"),
+        ("name", "alpha", "another SuperNode is already named 'alpha'"),
+        ("name", "../alpha", "must be at most 64 letters"),
+        ("name", "", "must be at most 64 letters"),
+        ("name", "ALPHA", r"another SuperNode is already named 'alpha' \(names are case"),
+        pytest.param("name", "𐐀" * 63, "at most 200 bytes", id="252 bytes"),  # no folder's name
+        ("name", "\x1b[2J\n" * 10**5, r"x1b\[2J\\n.*….* must be at most 64 letters"),
         ("digests", None, "its base model is not the run's: .* differ"),
         ("tensors", "text", "report its base model"),
         ("tensors", [b"bytes"], "report its base model"),

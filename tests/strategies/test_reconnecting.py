@@ -85,7 +85,7 @@ def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
     start(own, grid, journal)
     assert participants(journal)[1:] == [["alpha", "beta"]] * 3
     (refused,) = (event for event in journal.events if event["event"] == "refused")
-    assert "another SuperNode is named 'beta'" in refused["left_out"][0]["reason"]
+    assert "another SuperNode is already named 'beta'" in refused["left_out"][0]["reason"]
     trained = [m for m in grid.sent if m.metadata.message_type == "train"]
     assert [m.metadata.dst_node_id for m in trained][2:] == [1, 4, 1, 4, 1, 2]
 
@@ -94,7 +94,7 @@ def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
     ("name", "reason"),
     [
         ("gamma", "its SuperNode is registered as 'gamma'"),
-        ("", "another SuperNode is named 'Beta' already"),
+        ("", "another SuperNode is already named 'Beta'"),
     ],
 )
 def test_nobody_takes_the_name_of_another_registered_institution(own, nodes, name, reason):
