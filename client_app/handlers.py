@@ -104,8 +104,7 @@ def _problem(message: Message, context: Context, error: Exception) -> Message:
     """Log an error, and reply with the part that may be sent to the coordinator."""
     text = _reason(error)
     log(ERROR, "%s", text, exc_info=None if text == one_line(str(error)) else error)
-    name = str(context.node_config.get("name", ""))
-    return answer(message, {"name": name, "problem": text})
+    return answer(message, {"name": str(context.node_config.get("name", "")), "problem": text})
 
 
 def _reason(error: Exception) -> str:

@@ -145,8 +145,7 @@ def _opened(
         instruction.verify(key, message, context.node_id, context.run_id)
     if instruction:
         message.content = instruction.content()
-        digest = instruction.statement.digest
-        about |= {"nonce": instruction.statement.nonce, "digest": digest}
+        about |= {"nonce": instruction.statement.nonce, "digest": instruction.statement.digest}
     try:
         asked = Instruction.of(message)
         about |= {"run": asked.lineage, "round": asked.round}

@@ -209,8 +209,7 @@ def read_policy(path: str) -> SitePolicy:
     if not Path(path).is_absolute():
         raise PolicyError(f"the site's policy {path!r} must be named by an absolute path")
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        policy = SitePolicy.model_validate(values)
+        policy = SitePolicy.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except ValidationError as error:
         mistakes = "; ".join(_explain(dict(problem)) for problem in error.errors())
         raise PolicyError(f"the site's policy {path} is invalid: {mistakes}") from error

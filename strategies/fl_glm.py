@@ -243,8 +243,7 @@ class FLGLM(Rounds):
         self._body = self._server.end_round(weights)
         number = self.progress.finished_rounds + 1
         record_scaled(self._journal, number, "update at the server", self._server.scaled)
-        optimizers = self._server.export_optimizers()
-        self.progress = replace(self.progress, optimizers=optimizers or None)
+        self.progress = replace(self.progress, optimizers=self._server.export_optimizers() or None)
 
 
 def _refuse_clear_text(grid: Grid, address: str) -> None:
