@@ -212,7 +212,7 @@ class _Reader:
             raise DataError(
                 f'data.partition = "{kind}" leaves {name} with {len(parts.train)} training and '
                 f"{len(parts.test)} test rows of {self.settings.path}; remove the test file, so "
-                "that each client holds out some of its own rows"
+                "that each client holds out some of its rows"
             )
         return parts
 

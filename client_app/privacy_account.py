@@ -1,7 +1,7 @@
 """The privacy account: a local file that records the privacy loss ε of an institution's rows.
 
 The account includes every training step on the same rows, for all runs and coordinators. The file
-is append-only, and is written before a round is trained: a crash may overstate the privacy loss,
+is append-only, and is written before each round's training: a crash may overstate the privacy loss,
 but never understates it.
 """
 
@@ -60,7 +60,7 @@ class PrivacyAccount:
         self._log = AuditLog(policy.account_file, "privacy account")
 
     def spend(self, steps: PrivateSteps, about: Mapping[str, Any]) -> float:
-        """Record steps before they are trained; return the total ε including them.
+        """Record steps before they are run; return the total ε, including these steps.
 
         Raise ``PolicyError``, without recording the steps, if ε would exceed the policy's limit, or
         ``AuditError`` if the account can't be written.

@@ -30,10 +30,10 @@ class ClientState:
     def save(
         self, round_number: int, adapter: State, optimizer: State, counted: int | None = None
     ) -> None:
-        """Save the adapter and the optimizer state after a round; keep the last two rounds.
+        """Save the adapter and the optimizer state after a round.
 
-        ``counted``, the last round whose adapter the server averaged, is kept, too. If the disk is
-        full, raise ``DiskFullError``; no partial files remain.
+        Only the last two rounds remain, and ``counted``: the last round whose adapter the server
+        averaged. If the disk is full, raise ``DiskFullError``; no partial files remain.
         """
         with replacing(self._round(round_number)) as aside:
             aside.mkdir(parents=True)

@@ -99,7 +99,7 @@ class Task:
     def save(self, adapter: State, optimizer: OptimizerState, counted: int | None = None) -> None:
         """Save the local adapter and, if ``optimizer-state`` is ``keep``, the optimizer state.
 
-        ``counted``, the last round whose adapter the server averaged, is kept, too.
+        ``counted`` is the last round whose adapter the server averaged; it isn't deleted.
         """
         keeps = self.config.train.optimizer_state == "keep"
         self.state.save(self.instruction.round, adapter, optimizer if keeps else {}, counted)

@@ -207,7 +207,7 @@ def read_policy(path: str) -> SitePolicy:
     requires a package that isn't installed.
     """
     if not Path(path).is_absolute():
-        raise PolicyError(f"the site's policy {path!r} must be named by an absolute path")
+        raise PolicyError(f"the path of the site's policy, {path!r}, must be absolute")
     try:
         policy = SitePolicy.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except ValidationError as error:

@@ -128,7 +128,7 @@ class DataSettings(Section):
         "reasoning",
     ] = Field(
         "",
-        description="The task; the files must be in its published format, such as SuperGLUE's "
+        description="Task whose published format the files have, such as SuperGLUE's "
         "`train.jsonl` and `val.jsonl`; `docs/tasks.md` shows the prompts. Empty: the files "
         "contain instructions or conversations.",
     )

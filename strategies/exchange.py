@@ -166,8 +166,8 @@ def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
 def _from_client(reply: Message, request: _Request) -> Message:
     """Check the sender of a reply; attribute an error from the SuperLink to the addressed client.
 
-    The SuperLink checks only the sender in the envelope, which the grid drops. The sender inside
-    the reply is written by the client, and must be checked here.
+    The SuperLink authenticates the SuperNode that delivers a reply, but not the sender that the
+    reply names.
     """
     asked = request.metadata
     if reply.metadata.src_node_id == asked.dst_node_id:
