@@ -18,7 +18,7 @@ from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
-# Unequal like the clients' data sizes in the paper (table 1), but small enough for a demonstration.
+# Unequal, like the clients' data sizes in the paper (table 1), but small enough for a demo.
 _GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
 _GENERATED_TEST = 64
 # Numbers of training rows, assigned to schools in turn.
@@ -122,7 +122,7 @@ class _Reader:
     seed: int
 
     def generated(self, index: int, count: int) -> ClientData:
-        """Return a generated client."""
+        """Generate a client's rows."""
         if self.settings.generated == "styles":
             return _style(index, self.seed)
         return _school(self.settings.generated, index, count, self.seed)
@@ -196,7 +196,7 @@ class _Reader:
             return partition(rows=rows, parts=count, settings=self.settings, seed=self.seed)[index]
 
         if test is None:
-            # Hold rows out after splitting, so that no client trains on another client's test rows.
+            # Hold out rows after splitting, so that no client trains on another client's test rows.
             return self.hold_out(name, divide(train))
         if kind in {"iid", "length"}:
             return ClientData(name, divide(train), divide(test))

@@ -33,7 +33,7 @@ class Institution:
     test: list[Example]  # held-out examples
     # Prompts of the held-out rows to generate answers for; empty without ``evaluate.generate``.
     asked: list[Prompt]
-    lines: int  # number of input lines of the training rows; a task may split a line into rows
+    lines: int  # number of input lines with the training rows; a task may split a line into rows
     rows_divided: int  # number of training rows that were split into several examples
     padding: int  # id of the padding token
     directory: Path  # directory of the base model

@@ -24,7 +24,7 @@ from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_
 class Site:
     """An institution's policy, and the message to which the policy is applied."""
 
-    policy: SitePolicy | None  # None: nothing is recorded, and text of rows is refused
+    policy: SitePolicy | None  # None: nothing is recorded; requests for rows' text are refused
     about: Mapping[str, Any]  # client, kind of message, run and round, for the audit log
     is_simulated: bool
 
@@ -110,8 +110,8 @@ def open_site(
 ) -> Site:
     """Read the policy named in the SuperNode's configuration, and authenticate the message.
 
-    ``instruction`` is the message's signed instruction, whose content replaces the message's, or
-    the error if it is malformed. Raise ``PolicyError`` if the named policy, or its public key, is
+    ``instruction`` is the message's signed instruction, if any, or the error if it is malformed;
+    its content replaces the message's. Raise ``PolicyError`` if the policy, or its public key, is
     missing or malformed, or the configuration has unknown keys. Raise ``AuthenticationError`` if
     the signed content is malformed, or if the policy requires a signature and the message has no
     valid one or is a replay. Raise ``AuditError`` if the message can't be recorded.

@@ -27,7 +27,7 @@ _MAX_STEPS_A_SECOND = 1000
 
 @dataclass(frozen=True)
 class Task:
-    """A train or evaluate message, with all data needed to carry it out."""
+    """A train or evaluate message, with all data needed to answer it."""
 
     message: Message
     instruction: Instruction  # the message's instruction, without what the site's policy refuses

@@ -64,9 +64,9 @@ class Instruction:
     time_limit: Annotated[FiniteFloat, Field(gt=0)]
     # In evaluate messages: measure losses (and generate answers if the run config requests them).
     losses: StrictBool = False
-    # In evaluate messages: compute J at the adapter sent. In train messages: use the client's J.
+    # In evaluate messages: compute J at the global adapter. In train messages: use the client's J.
     importance: StrictBool = False
-    # In evaluate messages: the weights sent are the run's final weights; save them.
+    # In evaluate messages: the message contains the run's final weights; save them.
     final: StrictBool = False
 
     def to_record(self) -> ConfigRecord:

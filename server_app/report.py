@@ -149,7 +149,7 @@ def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
 
 
 _INK = "#010203"  # replaced by the page's text colour, so that plots match its light or dark theme
-# Petroff's ten colours are accessible with colour-vision deficiencies; markers help in print.
+# Petroff's ten colours suit readers with colour-vision deficiencies; markers help in print.
 _COLOURS = "#3f90da #bd1f01 #ffa90e #832db6 #94a4a2 #a96b59 #e76300 #717581 #b9ac70 #92dadd"
 _LOOKS = list(zip(_COLOURS.split(), "os^DvPX<>*", "●■▲◆▼✚✖◀▶★", strict=True))
 _LINES: dict[str, dict[str, Any]] = {  # by model; the base model's value is a horizontal line

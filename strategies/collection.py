@@ -11,7 +11,7 @@ from strategies.participants import TooFewClientsError
 from strategies.refusals import NOT_FINITE
 from strategies.replies import Replies
 
-# Losses of the models that are the same at all clients.
+# Metrics with the losses of the two models that all clients share.
 _LOSSES = ("base.loss", "global.loss")
 # Matches error messages about non-finite values, from the training loop or from a lane.
 _NOT_FINITE = re.compile(r"\b(not finite|nan|inf|infinite)\b", re.IGNORECASE)
