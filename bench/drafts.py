@@ -3,9 +3,9 @@
     python -m bench.drafts [--pairs 5]
 
 SmolLM2-135M-Instruct answers greedily, with ``--draft prompt``, over lanes with 0, 20 and 40 ms
-each way at 1 Gbit/s. It repeats a clause of this project's licence, which quotes the prompt, and
-answers a question, which doesn't. Client, server and proxies are bound to one core, with one torch
-thread per process. The wire type is float32; the run fails if drafts change an answer.
+each way at 1 Gbit/s. It repeats a clause of this project's licence, which is in the prompt, and
+answers a question. Client, server and proxies are bound to one core, with one torch thread per
+process. The wire type is float32; the run fails if drafts change an answer.
 """
 
 import os

@@ -12,13 +12,13 @@ samples, as in ``bench.schedules``. Frozen weights and the wire type are bfloat1
 encrypted; adapters are LoRA on query, key and value. A client's step has four micro-batches, each
 of one example with 512 tokens (``--columns``), half of them targets. One process runs all clients,
 one the server and one the whole model. All use the first GPU, but with two or more GPUs, the server
-uses the second. A peak counts the bytes of tensors from loading on, but neither CUDA's own memory
-nor the allocator's reserve.
+uses the second. A peak counts the bytes of all tensors since the start of loading, but not CUDA's
+context or the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.
 
-``--size tiny --device cpu`` tests the program without a GPU; its figures are meaningless.
+``--size tiny --device cpu`` tests the program without a GPU; its numbers are meaningless.
 """
 
 import os
@@ -56,7 +56,7 @@ def devices_of(kind: str) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise SystemExit(
             "bench.gpu needs a GPU, and torch finds none (torch.cuda.is_available() is false); "
-            "--size tiny --device cpu tries the program without one"
+            "--size tiny --device cpu tests the program without one"
         )
     server = f"cuda:{min(1, torch.cuda.device_count() - 1)}"
     return {"client_device": "cuda:0", "server_device": server}
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["1b", "3b", "7b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="*", default=SCHEDULES)
-    parser.add_argument("--no-local", action="store_true", help="leave out the whole model")
+    parser.add_argument("--no-local", action="store_true", help="leave out local training")
     parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
     parser.add_argument(
         "--quantization", choices=["none", "nf4", "int8"], nargs="+", default=["none", "nf4"]

@@ -1,4 +1,4 @@
-"""Common parts of measurements: processes bound to cores, timing in turn, and tables."""
+"""Shared parts of measurements: processes bound to cores, timing in turn, and tables."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Kill the process: it may be waiting for one that has ended, and would ignore a request.
+        # Kill the process: it may be waiting for one that has ended, and would not stop on request.
         for process in list((self._pool._processes or {}).values()):
             process.kill()
         self._pool.shutdown()
@@ -93,7 +93,7 @@ class Side:
         self._processes = [psutil.Process(pid) for pid in pids]
         self.seconds: list[float] = []  # wall-clock time of each turn
         self.cpu: list[list[float]] = []  # user and system time of each turn, by process
-        self.gpu_bytes: list[int] = []  # most GPU memory that this process took in each turn
+        self.gpu_bytes: list[int] = []  # peak GPU memory that each turn added
         self.losses: list[float] = []
 
     def start(self) -> None:
@@ -145,7 +145,7 @@ def compared_with(one: Side, other: Side) -> dict[str, float]:
     """Return one side's time ÷ the other's, by the names in ``RATIOS``.
 
     For ``pairs``, each turn is divided by the other side's turn of the same number, and the median
-    of these ratios is returned. Slower periods of the machine hardly affect it.
+    of these ratios is returned. Slow periods of the machine hardly affect it.
     """
     values = [a / b for a, b in zip(one.summary(), other.summary(), strict=True)]
     both = zip(one.seconds[one.warm_up :], other.seconds[other.warm_up :], strict=True)

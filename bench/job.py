@@ -98,7 +98,7 @@ def random_job(
         job = Job(Path(directory), shape, steps, examples, **settings)
         shape.save(job.directory, dtype, job.client_device)
         if job.client_device != "cpu":
-            torch.accelerator.empty_cache()  # other processes use the memory
+            torch.accelerator.empty_cache()  # for other processes
         yield job
 
 
@@ -176,7 +176,7 @@ def open_model(
     split: SplitSettings,
     noise: float = 0.0,
 ) -> AbstractContextManager[SplitModel]:
-    """Connect to the block server; see ``split.connect``."""
+    """Connect to the block server; see ``split.client.connecting.connect``."""
     return connect(
         invitation=invitation,
         parts=ends,

@@ -99,7 +99,7 @@ def chambers_step(
 ) -> Callable[[int], None]:
     """Load the model, and return a function that runs and times a step of Chambers.
 
-    A step is a call of ``train_round``; the optimizer's state is kept between steps.
+    A step is a call of ``train_round``; the optimizer's state is passed from step to step.
     """
     peft_model = load_whole(job)
     model, parameters = WholeModel(peft_model), trainable_parameters(peft_model)
@@ -244,7 +244,7 @@ def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
 
 
 def table_of(title: str) -> Table:
-    """Return an empty table; a row is a configuration's name, and a row of `compare`."""
+    """Return an empty table; each row is a configuration's name and a row of `compare`."""
     names = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
     return make_table(title, *names)
 

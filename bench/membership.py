@@ -2,7 +2,7 @@
 
 A client trains the demonstration's model for a round on some rows. Like the coordinator, the
 attacker has the adapter before and after the round, and decides for each candidate row whether it
-was used. Score *loss*: the decrease of the row's loss. Score *gradient*: the cosine between the
+was used. The score *loss* is the decrease of the row's loss; *gradient* is the cosine between the
 adapter's change and the row's negative gradient, summed over tensors. The candidates are the rows
 of the round and 64 other rows of the same client, which differ in names and wording.
 """

@@ -6,9 +6,9 @@ of the tensors saved by autograd for all micro-batches in flight, and of one chu
 micro-batch's logits. Other memory raises the ratio above 1: gradients and Adam's moments, frames in
 transit, gRPC, and memory that the allocator does not return.
 
-*Server.* The server's memory is measured with one lane and with eight, with the hierarchical
-schedule and the same ``split.activation_budget``, which suffices for two micro-batches, each in a
-fresh process. The clients are threads of another process.
+*Server.* Fresh processes serve one lane and eight lanes, with the hierarchical schedule and the
+same ``split.activation_budget``, which suffices for two micro-batches. The clients are threads of
+another process.
 
 Everything is measured with glibc's *default* settings, with which glibc 2.36 leaves the heap nearly
 half empty, and again *mapped*: each block of 1 MiB or more is mapped separately, and all threads
@@ -33,7 +33,7 @@ _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_
 _LANES = 8
 _ROOM = 2  # number of micro-batches within the activation budget
 _STEPS = 2
-_TARGETS_AT_ONCE = 256  # number of targets of a micro-batch, whose logits are one chunk
+_TARGETS_AT_ONCE = 256  # number of targets in a micro-batch; their logits are one chunk
 # Environment variables, keyed by the allocator's name in the tables.
 _ALLOCATORS = {
     "default": {},

@@ -97,7 +97,7 @@ class Split(Side):
         return mean(turn[len(self._clients)] for turn in self.cpu[self.warm_up :])
 
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """End the round, and return the accounts of each client and of each lane at the server."""
+        """End the round; return each client's traffic and times, and each lane's at the server."""
         own = [account for client in self._clients for account in client.ask(Training.accounts)]
         return own, self._server.ask(Server.finish)
 
@@ -166,7 +166,7 @@ class Training:
         return result
 
     def accounts(self) -> list[dict[str, Any]]:
-        """End the round, and return each client's account of it."""
+        """End the round, and return each client's traffic and times."""
         list(self._threads.map(SplitModel.end, self._models))
         self._lanes.close()
         return [
@@ -196,7 +196,7 @@ class Server:
         wait_for_gpus()
 
     def finish(self) -> list[dict[str, Any]]:
-        """End the round, and return the server's account of each lane."""
+        """End the round, and return each lane's traffic and times, with any error."""
         accounts = [asdict(account) for account in self._server.finish_lanes()]
         self._server.stop()
         return accounts

@@ -40,7 +40,7 @@ class Proxy:
         await asyncio.gather(self._carry(reader, far), self._carry(answers, writer))
 
     async def _carry(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Deliver each piece that is read after the line's delay, and then close the connection."""
+        """Forward all data after the line's delay, and then close the connection."""
         free = 0.0  # time at which the line has finished sending
         try:
             while data := await reader.read(_AT_ONCE):

@@ -5,8 +5,8 @@
 The same run of FedJudge-Base is timed in a simulation, in a deployment with a SuperLink and
 SuperNodes on this machine, and in a deployment with resident workers. Every process has one torch
 thread; clients train at the same time, so each needs a core. The first round, in which processes
-start and workers load the model, is excluded. A round lasts from its train messages to the average.
-Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
+start and workers load the model, is excluded. A round is timed from its train messages to the last
+reply. Deployments are on loopback with ``--insecure``: no proxy, no TLS, no node keys.
 """
 
 import json

@@ -11,11 +11,11 @@ micro-batches j. Computation is in float32, and lanes are encrypted. A turn ends
 server have finished their optimizer steps.
 
 Each schedule has separate processes: one for the server, and one for each client. Each number of
-clients is measured separately, because many processes slow all of them down. CPU seconds are user
-and system time of all of a schedule's processes; *pairs* is the median of each turn's ratio.
+clients is measured separately, because many processes slow each other down. CPU seconds are user
+and system time of all of a schedule's processes; *pairs* is the median of the turns' ratios.
 
 The last columns are the server's CPU seconds per sample, and centralised CPU seconds ÷ the
-server's, the limit of the speed-up by more machines for clients.
+server's: the limit of the speed-up with more client machines.
 
 In the first step, client-batch and the whole model compute the same, except that hidden states are
 sent in bfloat16; the run fails if their losses differ by more than 1e-2.

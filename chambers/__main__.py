@@ -32,7 +32,7 @@ from finetuning.errors import UserError
 # By default, Typer escapes "[required]" for rich, which is not used here to format the help.
 typer.core.HAS_RICH = False
 
-_NAMES: dict[type, str] = {}  # the words that run each command
+_NAMES: dict[type, str] = {}  # full names, such as "chambers site key"
 
 
 def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:

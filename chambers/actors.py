@@ -51,10 +51,10 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors in a simulation.
 
     If all clients must train concurrently, each has its own actor. Otherwise, clients take turns on
-    one actor per GPU or, without GPUs, per core, if memory allows. Without GPUs and fl-glm, each
-    client has its own actor if there are fewer than two per core, so that no core is idle. Raise
-    ``UserError`` if the model can't be downloaded, or if the schedule requires that all clients
-    train concurrently and this machine can't simulate that.
+    one actor per GPU or, without GPUs, per core, if memory allows. On CPUs, except with fl-glm,
+    each client has its own actor if there are fewer than two clients per core, so that no core is
+    idle. Raise ``UserError`` if the model can't be downloaded, or if the schedule requires that all
+    clients train concurrently and this machine can't simulate that.
     """
     weights = _weight_bytes(config)
     in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
@@ -94,7 +94,7 @@ def gpus_of_each(actors: int, gpus: int) -> float:
 
 
 def checkpoint_of(config: RunConfig) -> Path | None:
-    """Return the base model's checkpoint, after a download if necessary; None for ``tiny``."""
+    """Return the base model's checkpoint, downloaded if necessary; None for ``tiny``."""
     if config.model.name == TINY:
         return None
     from finetuning.model.base_model import fetch
@@ -106,7 +106,7 @@ def checkpoint_of(config: RunConfig) -> Path | None:
 
 
 def _weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of a client's frozen weights; 0 for ``tiny``, whose size is negligible."""
+    """Return the size of a client's frozen weights in bytes; 0 for ``tiny`` (negligible)."""
     checkpoint = checkpoint_of(config)
     if checkpoint is None:
         return 0

@@ -20,7 +20,7 @@ class Convert:
     become Llama models; ChatGLM2-6B and ChatGLM3-6B become GLM models. TARGET is a new folder, to
     which the command writes the tensors in safetensors format, a fast tokenizer, the chat template,
     and a README.md with the digests of the original's files. To use the converted model, set
-    model.name to TARGET. No code of the original runs. docs/models.md names unsupported models.
+    model.name to TARGET. The original's code is never run. docs/models.md names unsupported models.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     source: Annotated[str, argument("SOURCE")]
@@ -65,6 +65,6 @@ def _fetch(name: str) -> Path:
         return fetch(name, (*common, "pytorch_model*.bin"))
     except BaseModelError as error:
         raise CommandError(
-            f"there is no folder {name}, and as a Hugging Face id it was found neither in the "
-            f"local cache nor on the hub: {error.__cause__}"
+            f"{name} is neither a folder nor the id of a checkpoint in the local cache or on the "
+            f"Hugging Face Hub: {error.__cause__}"
         ) from error

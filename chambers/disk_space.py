@@ -14,7 +14,7 @@ MIN_FREE_GIB = 5.0
 # Paths relative to the coordinator's folder.
 DATABASE = Path("database")
 ACCESS_LOG = Path("proxy") / "access.log"
-# Number of bytes to read from the end of the log, about 45,000 requests.
+# Number of bytes to read from the end of the log: about 45,000 requests.
 _MAX_BYTES = 4 * 2**20
 # An accepted request, in nginx.conf's log format; unregistered senders get a status other than 200.
 _LINE = re.compile(

@@ -8,7 +8,7 @@ from chambers.errors import CommandError
 from finetuning.model.base_model import load_base_model, load_tokenizer
 from finetuning.settings import ModelSettings
 
-_FROM_PROMPT = 5  # number of tokens
+_FROM_PROMPT = 5  # number of tokens per draft
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ NO_DRAFT = Draft()
 
 
 def find_draft(name: str | None, tokenizer: Any) -> Draft:
-    """Return the drafts that ``--draft`` selects; load the small model if one is named.
+    """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
 
     Raise ``CommandError`` if the tokenizers of the small and the large model differ.
     """

@@ -18,6 +18,6 @@ def read_bytes(file: Path) -> bytes:
 
 
 def described(error: OSError) -> str:
-    """Return the system's message, or the error's text or type, after the file's name if known."""
+    """Describe an error by its file, if known, and the system's message, or its text or type."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason

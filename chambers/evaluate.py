@@ -107,7 +107,7 @@ class Evaluate(BaseModelOptions):
         from chambers.models import find
         from chambers.task_scores import measure, render
 
-        # On SIGTERM and SIGHUP, copies of rows must be deleted, as they are after Ctrl-C.
+        # Delete temporary copies of rows on SIGTERM and SIGHUP, as after Ctrl-C.
         interrupt_at_end()
         with self._harness() as harness:
             sources: dict[str, Source] = {}
@@ -146,7 +146,7 @@ class Evaluate(BaseModelOptions):
         others = [name for name in names if name not in TASKS]
         if others and find_spec("lm_eval") is None:
             raise CommandError(
-                f"--tasks {self.tasks}: {others[0]} is none of {', '.join(TASKS)}; tasks of "
+                f"--tasks {self.tasks}: {others[0]} is not one of {', '.join(TASKS)}; tasks of "
                 "lm-evaluation-harness need chambers[lm-eval]: pip install 'chambers[lm-eval]'"
             )
         if self.data is None and len(others) < len(names):

@@ -58,7 +58,7 @@ class Generate(AdapterOptions):
     ] = None
     output: Annotated[
         Path | None,
-        option('Write rows with the key "generated" here, instead of printing texts.', "F.jsonl"),
+        option('Write rows with the key "generated" to this file instead of printing.', "F.jsonl"),
     ] = None
     invitation: Annotated[
         Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
@@ -69,9 +69,9 @@ class Generate(AdapterOptions):
         float,
         option("Sample from the likeliest tokens with a total probability of P; default 1.", "P"),
     ] = 1.0
-    seed: Annotated[int, option("Seed of sampling; default 0.", "N")] = 0
+    seed: Annotated[int, option("Seed for sampling; default 0.", "N")] = 0
     batch_size: Annotated[
-        int, option("Number of prompts in a batch; default 8, with --draft 1.", "N")
+        int, option("Number of prompts in a batch; default 8, but always 1 with --draft.", "N")
     ] = 8
     draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
 
@@ -90,7 +90,7 @@ class Generate(AdapterOptions):
         draft = find_draft(self.draft, tokenizer)
         check_length(source, max(lengths), self.max_new_tokens + draft.room)
         if source.adapter is None:
-            print("no --adapter: the base model answers without one", file=sys.stderr)
+            print("no --adapter: the base model answers", file=sys.stderr)
         with opened(source) as model, _open_output(self.output) as output:
             texts = self._texts(model, tokenizer, prompts, source, draft)
             for row, text in zip(rows, texts, strict=True):

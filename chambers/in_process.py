@@ -1,7 +1,7 @@
 """Runs in this process: messages are passed to the ClientApp directly, without a SuperLink.
 
-The ServerApp and the ClientApp work as in a simulation, but no simulation has to be started: that
-would take longer than training a small model.
+The ServerApp and the ClientApp work as in a simulation, but starting a simulation would take longer
+than training a small model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -83,8 +83,8 @@ class ConcurrentGrid(InProcessGrid):
     """Passes train messages to all SuperNodes concurrently, each in a thread.
 
     With ``split.schedule = "client-batch"``, clients wait for each other within every step. Each
-    client has its own model. Messages of other types are passed one after another, because the
-    evaluation before round 1 loads models, during which libraries patch global functions.
+    client has its own model. Messages of other types are passed one after another, because
+    evaluation before round 1 loads models, and libraries patch global functions to load them.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from split.protocol.errors import (
 )
 from split.protocol.standing_invitation import StandingInvitation
 
-# Timeout for reaching the server and for its final confirmation; short, since a user may wait.
+# Timeout for reaching the server and for its final confirmation; short, since users may wait.
 _PATIENCE_SECONDS = 5.0
 
 Result = TypeVar("Result")
@@ -138,7 +138,7 @@ def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
     if expired or refusal is Refusal.TICKET_EXPIRED:
         reason = f"this invitation has expired; {new}"
     elif isinstance(error, LaneTimeoutError):
-        reason = "it has not answered in time; it may be out of reach, or busy: try again later"
+        reason = "it has not answered in time; it may be unreachable or busy: try again later"
     elif refusal in {Refusal.TICKET_UNKNOWN, Refusal.SERVER_KEY}:
         reason = f"it was restarted after this invitation was written; {new}"
     elif refusal in {Refusal.SUITE, Refusal.TICKET_FOREIGN, Refusal.AUTHENTICATION}:

@@ -51,7 +51,7 @@ class Merge:
         if adapter.settings.kind == "prefix":
             raise CommandError(
                 f"the adapter in {self.adapter} is a prefix, not a change of weights, so it can't "
-                'be merged; use it with chambers generate or PEFT, or train adapter.kind = "lora"'
+                'be merged; use chambers generate or PEFT, or train with adapter.kind = "lora"'
             )
         self._merge(adapter, find_run(adapter), options)
         return 0
@@ -67,14 +67,14 @@ class Merge:
         fetch_licence(name)
         if run is None:
             print(
-                f"{self.adapter} is not in a run's folder, so it can't be checked whether {name} "
-                "is its base model, or whether that was quantised in training",
+                f"{self.adapter} is not in a run's folder, so this command can't check whether "
+                f"{name} is its base model, or was quantised in training",
                 file=sys.stderr,
             )
         if quantization != "none":
             print(
                 f"the adapter was trained on weights quantised to {quantization}; it is merged "
-                "into the checkpoint's own weights, so answers can differ slightly",
+                "into the unquantised weights, so answers can differ slightly",
                 file=sys.stderr,
             )
         model = merge(adapter, source.directory, self.dtype)

@@ -154,8 +154,8 @@ def _find_ends(
         raise CommandError(
             f"the adapter in {adapter.directory} matches none of the models that the block server "
             f"has for {invitation.client} ({', '.join(invitation.models)}): its weights of the "
-            "middle blocks are different. Use the global or your personalised adapter of the run "
-            "that is served, or ask the coordinator to serve the adapter's run"
+            "middle blocks are different. Use the served run's global adapter or your personalised "
+            "one, or ask the coordinator to serve this adapter's run"
         )
     client_adapter = parts["head"] | parts["tail"]
     return replace(bare, adapter=adapter, chosen=chosen, client_adapter=client_adapter)

@@ -67,7 +67,7 @@ def _evaluated(events: Sequence[Event]) -> str:
 
 
 def _listed(losses: Mapping[str, Sequence[float]]) -> str:
-    """Return the losses of one or more models by client, or their means if there are many."""
+    """Return the losses of one or more models by client, or their means for many clients."""
     if len(losses) <= 4:
         return ", ".join(f"{printable(name)} {_numbers(own)}" for name, own in losses.items())
     means = [fmean(values) for values in zip(*losses.values(), strict=True)]

@@ -67,7 +67,7 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
     """
     config = json.loads((directory / "config.json").read_bytes())
     if not (isinstance(config, dict) and {"strategy", "rounds"} <= config.keys()):
-        raise ValueError("config.json is not that of a run")
+        raise ValueError("config.json is not from a run")
     # Check for a process before reading the status; else a run that ends now would look killed.
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
@@ -189,7 +189,7 @@ def _checkpoint(seen: Seen) -> str:
 def _clients(seen: Seen) -> list[tuple[str, ...]]:
     """Return each client's name, its last training results, and its state."""
     status, doing = seen.status, dict[str, str]()
-    reduced = set[str]()  # clients that were left out of the last round, or scaled down in it
+    reduced = set[str]()  # clients left out of the last round, or whose update was scaled
     last: dict[str, Event] = {}
     for event in seen.events:
         if event["event"] == "train":

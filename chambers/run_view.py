@@ -27,7 +27,7 @@ def live_view(console: Console | None = None) -> Iterator[Show]:
 
     def show(seen: Seen | None) -> None:
         passed = duration(time.monotonic() - started)
-        starting = f"starting Flower and loading the base model, for {passed}"
+        starting = f"starting Flower and loading the base model ({passed})"
         live.update(starting if seen is None else render(seen), refresh=True)
 
     with Live(console=console, auto_refresh=False, transient=True) as live:

@@ -32,15 +32,15 @@ class Serve(AdapterOptions):
     For each client, an invitation file is written, to be used with chambers generate --invitation.
     Whoever has the file can use the server in the client's name until the invitation expires or the
     server stops, so send the file confidentially. Restarting the server revokes all invitations.
-    Lanes are always encrypted. The server runs until it is interrupted.
+    Connections are always encrypted. The server runs until it is interrupted.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     run: Annotated[Path | None, argument("RUN_FOLDER")] = None
     head_blocks: Annotated[
-        int | None, option("Number of first blocks at clients; default: that of the run or 1.", "N")
+        int | None, option("Number of first blocks at clients; default: the run's, else 1.", "N")
     ] = None
     tail_blocks: Annotated[
-        int | None, option("Number of last blocks at clients; default: that of the run or 1.", "N")
+        int | None, option("Number of last blocks at clients; default: the run's, else 1.", "N")
     ] = None
     listen: Annotated[
         str,
@@ -51,7 +51,7 @@ class Serve(AdapterOptions):
         ),
     ] = "127.0.0.1:0"
     advertise: Annotated[
-        str, option("Address and port for clients, if not those of --listen.", "HOST:PORT")
+        str, option("Address and port that clients use, if not those of --listen.", "HOST:PORT")
     ] = ""
     clients: Annotated[
         str,
@@ -117,7 +117,7 @@ class Serve(AdapterOptions):
             while not over.wait(5.0):
                 if is_broken():
                     raise CommandError(
-                        "a GPU kernel has failed, after which this process can run no others; "
+                        "a GPU kernel has failed, so this process can no longer use the GPU; "
                         "start it again, and distribute the new invitations"
                     )
             print("stopping", flush=True)
@@ -142,7 +142,7 @@ class Serve(AdapterOptions):
         return list(dict.fromkeys(clients))
 
     def split(self, config: Mapping[str, Any]) -> SplitSettings:
-        """Return the settings of the server; the run config replaces options that are not given.
+        """Return the settings of the server; options that aren't given default to the run config.
 
         Raise ``CommandError`` if an option has an invalid value.
         """

@@ -104,7 +104,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
             devices=body_devices(served.split),
         )
     except BaseModelError as error:
-        # Name the option with which the user can change the devices here.
+        # Name the command's option instead of the setting.
         reason = str(error).replace("split.body-devices", "--body-devices")
         raise CommandError(reason) from error
     except OSError as error:

@@ -39,7 +39,7 @@ def simulate(
     """
     # On SIGTERM and SIGHUP, also end the processes of the run, which are in other sessions.
     interrupt_at_end()
-    # Discard this process's warnings: logging has no handler. Other processes' are in the log.
+    # Discard this process's warnings, since logging has no handler; the log has all others.
     logging.captureWarnings(True)
     started = time.monotonic()
     with closing(RunLog(home / LOG, echo=verbose)) as log:
@@ -57,11 +57,11 @@ def simulate(
                         write=log.write,
                     )
                 if status != COMPLETED:
-                    log.write(b"\nThe SuperLink's own log:\n" + superlink.log.read_bytes())
+                    log.write(b"\nThe SuperLink's log:\n" + superlink.log.read_bytes())
         except KeyboardInterrupt:
             status = _INTERRUPTED
         finally:
-            link = home / RUN_LINK  # leads nowhere if the run was refused, and its folder deleted
+            link = home / RUN_LINK  # broken if the run was refused and its folder deleted
             directory = link.resolve() if link.is_dir() else None
             name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{LOG}"
             log.move_to(directory / LOG if directory else results / name)
@@ -86,7 +86,7 @@ def _print_summary(directory: Path) -> None:
 def _print_end(status: str, directory: Path | None, log: Path) -> None:
     """Print why a run did not complete, how to continue it, and the path of its log."""
     if status == _INTERRUPTED:
-        print("interrupted; every process of the run has been ended", file=sys.stderr)
+        print("interrupted; all processes of the run have ended", file=sys.stderr)
     else:
         print(f"chambers train: {status.partition(': ')[2]}", file=sys.stderr)
     if directory and checkpoint_files(directory):

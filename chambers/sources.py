@@ -34,8 +34,8 @@ def option(description: str, metavar: str | None = None) -> Any:
 
 DRAFT_HELP = (
     "How to draft tokens, which the model then verifies together to save round trips to a block "
-    'server: "prompt" copies passages of the text so far; a small model with the same tokenizer, '
-    "named by its id or folder, generates drafts. Prompts in a batch of several have no drafts."
+    'server: "prompt" copies passages of the text so far; an id or folder names a small model that '
+    "drafts, with the same tokenizer. Only batches of one prompt have drafts."
 )
 
 
@@ -110,7 +110,7 @@ class AdapterOptions(BaseModelOptions):
     ) -> ModelSettings:
         """Return the settings of the base model from the options or, by default, from the run.
 
-        ``offered`` is the model's name at another party, used if the run's isn't on this machine.
+        ``offered`` is the model's name at another party, used if the run's model isn't found here.
         Raise ``CommandError`` if no base model is named, or the named one isn't on this machine.
         """
         config: Mapping[str, Any] = run.config if run else {}
@@ -174,14 +174,14 @@ def global_adapter(run: Path) -> Path:
     """Return the folder of a run's global adapter; raise ``CommandError`` if there is none."""
     folder = run / "adapters" / "global"
     if not folder.is_dir():
-        raise CommandError(f"{run} has no adapters/global: the run finished no round")
+        raise CommandError(f"{run} has no adapters/global: the run completed no round")
     return folder
 
 
 def refuse_other_base(own: Mapping[str, str], expected: Mapping[str, str], what: str) -> None:
     """Raise ``CommandError`` if tensors that two base models share have different digests.
 
-    An empty digest in ``expected`` is unknown; ``what`` describes the expected base model.
+    An empty digest in ``expected`` means unknown; ``what`` describes the expected base model.
     """
     different = sorted(n for n, d in expected.items() if d and n in own and own[n] != d)
     if different:

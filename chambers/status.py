@@ -36,7 +36,6 @@ class Status:
     coordinator: Annotated[
         Path | None, option("Folder with the SuperLink's database and the proxy's log.", "FOLDER")
     ] = None
-
     serve: Annotated[int | None, option("Serve the status on this port of loopback.", "PORT")] = (
         None
     )
@@ -72,7 +71,7 @@ class Status:
                 return seen.exit_status
             console.print(render(seen))
             while self.watch and seen.is_running:
-                time.sleep(30.0)  # a log file must not grow as fast
+                time.sleep(30.0)  # less often, since output may go to a file
                 seen = look(directory, self.coordinator)
                 console.print("", render(seen))
             return seen.exit_status

@@ -40,7 +40,7 @@ def serve_status(directory: Path, coordinator: Path | None, port: int) -> None:
     with listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         print(f"status at {url}, metrics at {url}/metrics; Ctrl-C ends the command", flush=True)
-        # uvicorn ends at these signals, and then raises them again.
+        # uvicorn stops on these signals, and then raises them again.
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, lambda *_: None)
         config = uvicorn.Config(
@@ -70,7 +70,7 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     return Starlette(
         routes=[Route("/", page), Route("/metrics", metrics)],
         exception_handlers={OSError: unreadable, ValueError: unreadable},
-        # A web page whose name is made to point to loopback must not be able to read the status.
+        # Prevent DNS rebinding, with which a web page could read the status.
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
     )
 
@@ -103,7 +103,7 @@ def _of_run(seen: Seen) -> Iterator[Metric]:
 
 
 def _of_clients(seen: Seen) -> Iterator[Metric]:
-    """Yield each client's numbers: of the last round, or totals of its finished lanes."""
+    """Yield each client's metrics for its last round, or totals over its finished lanes."""
     for event, key, description in (
         ("train", "loss", "Mean training loss in the client's last round, in nats per token"),
         ("train", "tokens", "Tokens in the client's last round"),

@@ -177,7 +177,7 @@ def _status(superlink: SuperLink, log: str) -> str:
     reason = details.removeprefix(_FAILED).strip()
     if reason in _UNSAID:
         own = _COLOUR.sub("", superlink.log.read_text(encoding="utf-8", errors="replace"))
-        reason = _last_error(log) or _last_error(own) or "Flower's log has no error that says why"
+        reason = _last_error(log) or _last_error(own) or "Flower's log gives no reason"
     return f"{status}: {reason}"
 
 

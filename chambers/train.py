@@ -35,8 +35,7 @@ _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapt
 class Train:
     """Train in simulation on this machine.
 
-    All clients of the run are simulated here. Without settings, three clients with generated data
-    fine-tune the built-in tiny model.
+    Without settings, three clients with generated data fine-tune the built-in tiny model.
 
     \b
       chambers train demo
@@ -170,7 +169,7 @@ def check_inputs(config: RunConfig, clients: int) -> None:
     """Check the data, the initial adapter and the run to resume, before the run starts.
 
     Raise ``CommandError`` if a file is missing or can't be used. Raise ``ConfigError`` if the run
-    can't be resumed, or not with this config. Raise ``DataError`` if rows are malformed; the
+    can't be resumed with this config. Raise ``DataError`` if rows are malformed; the
     message names files and lines.
     """
     if config.data.path:
@@ -283,7 +282,7 @@ def _check_data(settings: DataSettings, clients: int) -> None:
 def _check_rows(path: Path, settings: DataSettings) -> int | None:
     """Check the training and held-out rows of a data set; return their number.
 
-    Return None, without reading rows, if bad rows are skipped or a file has the Parquet format.
+    Return None, without reading rows, if bad rows are skipped or a file is in Parquet format.
     """
     names = ("train", held_out_part(settings))
     parts = [path] if path.is_file() else [find_part(path, name) for name in names]

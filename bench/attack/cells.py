@@ -58,7 +58,7 @@ class Cell:
 def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cell]:
     """Yield the cells for some texts; each is measured with ``seeds`` different seeds.
 
-    Heads leave at least one of the model's ``blocks`` for the body, and one for the tail. Unless
+    At least one of the model's ``blocks`` is left for the body, and one for the tail. Unless
     ``complete``, only the decoders and the search are measured, by number of head blocks.
     """
     heads = [head for head in HEAD_BLOCKS if head + 2 <= blocks]

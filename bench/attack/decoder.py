@@ -1,8 +1,8 @@
 """A decoder that learns from a colluding client to read hidden states (FL-GLM section 4.3.3).
 
 As in the paper, the decoder is a linear layer, or a Transformer with one block that sees all hidden
-states of a text. Its output vocabulary is the colluding client's tokens, because it can't learn any
-other tokens.
+states of a text. Its output vocabulary consists of the colluding client's tokens, because it can't
+learn any others.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _LEARNING_RATE = 2e-3  # initial rate of AdamW; it decreases linearly to zero
 class Decoder(nn.Module):
     """Predict the token at each position from a text's hidden states.
 
-    ``seen`` are the hidden states of the colluding client, (tokens, features) of each text, and
-    ``vocabulary`` the tokens that the decoder can output, (tokens,) int64.
+    ``seen`` contains the colluding client's hidden states, (tokens, features) for each text, and
+    ``vocabulary`` contains the tokens that the decoder can output, (tokens,) int64.
     """
 
     def __init__(self, kind: DecoderKind, seen: Sequence[Tensor], vocabulary: Tensor) -> None:

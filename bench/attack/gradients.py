@@ -51,7 +51,7 @@ def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
 def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
     """Return the last ``count`` labels of a text, (count,) int64.
 
-    The output head of the public tail must be a matrix without scaling or capping.
+    The output head of the public tail must be a matrix, without scaling or capping of logits.
     """
     tail.train(False)
     matrix = tail.model.get_output_embeddings().weight.detach().float()

@@ -27,7 +27,7 @@ from split.protocol.frames import Padding
 from split.settings import SplitSettings
 
 _SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
-# Maximum number of candidates if the head has an adapter, because then none ends a search early.
+# Maximum number of candidates if the head has an adapter: then no match ends a search early.
 _MAX_WITHOUT_ADAPTER = 64
 
 
@@ -128,7 +128,7 @@ class Attacked:
     def _scores(self, found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
         """Compare reconstructed texts with the originals.
 
-        ``attacked`` is the number of attacked tokens, ``tokens`` the share of them read correctly.
+        ``attacked`` is the number of attacked tokens; ``tokens`` is the share read correctly.
         """
         decode = self._texts.text_of
         scores = score([decode(row) for row in found], [decode(row) for row in texts])
@@ -147,7 +147,7 @@ class Attacked:
         return parts
 
     def _load_head(self, head_blocks: int, trained: int | None) -> Part:
-        """Load a head without an adapter, or with the adapter trained with a seed."""
+        """Load a head; add the adapter that was trained with the seed ``trained``, if given."""
         head = self._load(head_blocks, 1, ("head",))["head"]
         if trained is not None:
             head.attach(ADAPTER)

@@ -23,7 +23,7 @@ def invert(
     """Return the reconstructed tokens of each text.
 
     All texts begin with the tokens ``beginning``, (known,) int64. ``received`` contains (tokens,
-    hidden) of each text, after the known beginning. Adam makes ``steps`` steps; ``seed`` determines
+    hidden) of each text, after the known beginning. Adam takes ``steps`` steps; ``seed`` determines
     the initial embeddings.
     """
     head.train(False)

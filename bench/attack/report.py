@@ -102,19 +102,19 @@ def _from_gradients(record: Record) -> str:
 
 
 def _cells(record: Record, attack: str, **settings: Any) -> list[Record]:
-    """Return the cells, one per seed, with these settings and otherwise default ones."""
+    """Return the cells, one per seed, with these settings and defaults for all others."""
     wanted = {"data": next(iter(record["covered"])), "attack": attack, **_DEFAULTS, **settings}
     return [cell for cell in record["cells"] if wanted.items() <= cell.items()]
 
 
 def _values(record: Record, name: str, **settings: Any) -> list[Any]:
-    """Return all values of a setting among cells on the first texts with the given settings."""
+    """Return the values of ``name`` in the first data set's cells with the given settings."""
     wanted = {"data": next(iter(record["covered"])), **settings}
     return sorted({cell[name] for cell in record["cells"] if wanted.items() <= cell.items()})
 
 
 def _read(record: Record, **settings: Any) -> tuple[str, str, str]:
-    """Return the scores of the Transformer and the search on the first texts, as in ``_READ``."""
+    """Return the Transformer's and the search's scores on the first data set, as in ``_READ``."""
     decoder, search = (_cells(record, attack, **settings) for attack in ("transformer", "search"))
     return *_scores(decoder), _count(search)
 

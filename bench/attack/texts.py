@@ -63,7 +63,7 @@ class Texts:
         return [example.tokens[: self.known + longest] for example in self.choose(count, seed)]
 
     def text_of(self, tokens: torch.Tensor) -> str:
-        """Decode tokens to text, without the template's marks."""
+        """Decode tokens to text, without special tokens."""
         text: str = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         return text
 

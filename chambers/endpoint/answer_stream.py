@@ -12,7 +12,7 @@ _LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: J
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: the text of a token, which can be empty, and the reason of an end."""
+    """A part of an answer: a token's text, which can be empty, and why the answer ends, if so."""
 
     text: str
     token: int | None = None  # None for text that was withheld until the end
@@ -60,19 +60,19 @@ class AnswerStream:
     def __init__(
         self, batch: Sequence[Request], tokenizer: Any, ends: set[int], columns: int
     ) -> None:
-        # Logits of the next tokens, before temperature and ``top_p``, by the token's column; with
+        # Logits of the next tokens, before temperature and ``top_p``, keyed by column; with
         # drafts, several tokens are verified together.
         self._logits: dict[int, torch.Tensor] = {}
         self._columns = columns
         self._rows = [_Row(request, tokenizer, ends) for request in batch]
 
     def keep_logits(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Keep the logits for the next token; the last of several calls for a column counts."""
+        """Store the logits of the next token; a later call for the same column replaces them."""
         self._logits[input_ids.shape[1]] = scores
         return scores
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """Return (rows,) whether each answer is complete; ``input_ids`` is (rows, columns)."""
+        """Return whether each answer is complete, (rows,); ``input_ids`` is (rows, columns)."""
         first = self._columns + min(row.count for row in self._rows if not row.over)
         added = input_ids[:, first:].tolist()
         for index, row in enumerate(self._rows):

@@ -1,4 +1,4 @@
-"""Answer requests in one thread: batches of requests for the same model, token by token."""
+"""Answer requests in one thread, in batches of requests for the same model."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import set_seed
 from split.protocol.errors import LaneError
 
-BROKEN = "a GPU kernel has failed, after which this process can run none"
+BROKEN = "a GPU kernel has failed, so this process can no longer use the GPU"
 _log = logging.getLogger(__name__)
 
 
@@ -43,8 +43,8 @@ class Limits:
 
     batch_size: int  # number of requests that are answered together
     queue: int  # number of requests that may wait
-    max_prompt_length: int  # number of tokens of a prompt
-    max_new_tokens: int  # number of tokens of an answer
+    max_prompt_length: int  # in tokens
+    max_new_tokens: int  # per answer
     draft: Draft = NO_DRAFT
 
 
@@ -62,8 +62,8 @@ class Answerer:
         self.limits = limits
         if len({(source.directory, source.settings) for source in sources.values()}) > 1:
             raise CommandError(
-                "the adapters have different base models, or runs with different precisions or "
-                "quantisations; name one with --model, --dtype or --quantization, or serve them "
+                "the adapters were trained with different base models, precisions or "
+                "quantisations; choose one with --model, --dtype or --quantization, or serve them "
                 "separately"
             )
         adapters = [s.adapter for s in sources.values() if s.adapter is not None]
@@ -99,7 +99,7 @@ class Answerer:
         self._resources.close()
 
     def chat_prompt(self, turns: Sequence[Mapping[str, str]]) -> torch.Tensor:
-        """Return a conversation's tokens in the form of training, (tokens,) int64.
+        """Format a conversation as in training, and return its tokens, (tokens,) int64.
 
         Raise ``UserError`` if the chat template can't express the conversation.
         """
@@ -109,7 +109,7 @@ class Answerer:
     def max_new_tokens(self, model: str, prompt_length: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt.
 
-        Raise ``CommandError`` if the prompt is too long here, for the model or for a block server.
+        Raise ``CommandError`` if the prompt is empty or exceeds a limit.
         """
         source = self.sources[model]
         positions = min(self._positions, source.max_tokens) - source.columns_before
@@ -124,7 +124,7 @@ class Answerer:
     def submit(self, request: Request) -> None:
         """Queue a request.
 
-        Raise `BusyError` if too many are waiting, or ``CommandError`` if a GPU kernel has failed.
+        Raise ``BusyError`` if too many are waiting, or ``CommandError`` if a GPU kernel has failed.
         """
         if self.broken:
             raise CommandError(BROKEN)
@@ -136,7 +136,7 @@ class Answerer:
             self._changed.notify()
 
     def _open(self) -> None:
-        # The first source with an adapter, so that the adapter's modules exist.
+        # Prefer a source with an adapter, so that the adapter's modules exist.
         source = max(self.sources.values(), key=lambda source: source.adapter is not None)
         self._model = self._resources.enter_context(opened(source))
 
@@ -147,7 +147,7 @@ class Answerer:
                     self._open()
                 self._answer(batch)
             except Exception as error:
-                # Without the error's text, which may quote a prompt.
+                # Omit the error's text, which may quote a prompt.
                 _log.warning("a batch failed: %s", type(error).__name__)
                 for request in batch:
                     request.emit(self._described(error, batch[0]))
@@ -163,7 +163,7 @@ class Answerer:
             resources.close()
 
     def _described(self, error: Exception, request: Request) -> Exception:
-        """Convert errors of a lane and of memory to texts for users."""
+        """Convert lane and out-of-memory errors to messages for users."""
         invitation = self.sources[request.model].invitation
         if isinstance(error, LaneError) and invitation is not None:
             return explained(error, invitation)
@@ -220,7 +220,7 @@ class Answerer:
             )
 
     def _select(self, source: Source, selected: ExitStack) -> None:
-        """Select the source's adapter or, within the context, none."""
+        """Select the source's adapter; if it has none, disable adapters within the context."""
         if isinstance(self._model, LaneModel):
             self._model.use(source.chosen, source.client_adapter)
         elif isinstance(self._model, WholeModel):

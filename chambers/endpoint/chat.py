@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from chambers.endpoint.answering import Answerer
 
 _HELP = """\
-/use MODEL …     answer with these models side by side; there are {models}
+/use MODEL …     answer with these models side by side, out of {models}
 /temperature T   sample at this temperature; 0 is greedy
 /new             begin a new conversation
 Ctrl-C ends an answer, and Ctrl-D the chat."""
@@ -27,7 +27,7 @@ Ctrl-C ends an answer, and Ctrl-D the chat."""
 class Chat(ModelsOptions):
     """Chat with models in the terminal.
 
-    The first adapter answers, or without adapters, the base model; /use selects others:
+    The first adapter answers or, without adapters, the base model; /use selects others:
 
     \b
       chambers chat runs/…/adapters/global runs/…/adapters/clients/court
@@ -44,7 +44,7 @@ class Chat(ModelsOptions):
         self.check_models()
         prompt = "> " if sys.stdin.isatty() else ""
         with suppress(ImportError):  # some builds of Python lack it
-            import readline  # noqa: F401 - edits and recalls lines that `input` reads
+            import readline  # noqa: F401 - adds line editing and history to `input`
         with self.answerer(batch_size=1, queue=len(self.adapters or []) + 1) as answerer:
             chat = _Chat(answerer, [next(iter(answerer.sources))], temperature)
             if prompt:
@@ -70,12 +70,12 @@ class _Chat:
     answerer: "Answerer"
     models: Sequence[str]  # names of the models that answer
     temperature: float
-    # Turns with each model, in the form of a chat template.
+    # Messages by model, in the format of chat templates.
     turns: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     @property
     def help(self) -> str:
-        """The commands."""
+        """Help for the chat's commands."""
         return _HELP.format(models=", ".join(self.answerer.sources))
 
     def obey(self, line: str) -> None:
@@ -126,7 +126,7 @@ class _Chat:
                 request.cancelled.set()
         print() if len(texts) == 1 else _print_columns(texts)
         for model, text in texts.items():
-            if text.strip():  # chat templates allow no empty answers
+            if text.strip():  # a prompt can't contain empty answers
                 self.turns[model] = [*asked[model], {"role": "assistant", "content": text}]
 
 

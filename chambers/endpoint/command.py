@@ -26,13 +26,13 @@ class Api(ModelsOptions):
       chambers api runs/…/adapters/global runs/…/adapters/clients/court
       chambers api --model smollm2
 
-    With an invitation from chambers serve, the middle blocks are at a block server:
+    With an invitation from chambers serve, a block server runs the middle blocks:
 
     \b
       chambers api --invitation court.json state/adapters/global
 
     Programs use http://127.0.0.1:8000/v1 as the base URL; http://127.0.0.1:8000 is a page to chat
-    with the models. On other addresses than loopback, requests need the key in --key-file; the
+    with the models. On addresses other than loopback, requests need the key in --key-file; the
     connection isn't encrypted, so put a proxy with TLS in front. Neither prompts nor answers are
     logged or written to disk.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
@@ -41,7 +41,7 @@ class Api(ModelsOptions):
         "127.0.0.1:8000"
     )
     key_file: Annotated[
-        Path | None, option("File with the key that requests must have.", "FILE")
+        Path | None, option("File with the API key that requests must send.", "FILE")
     ] = None
     batch_size: Annotated[
         int, option("Number of requests that are answered together; default 8.", "N")
@@ -66,7 +66,7 @@ class Api(ModelsOptions):
                 host, port = listener.getsockname()[:2]
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 print(f"models: {', '.join(answerer.sources)}")
-                print(f"page for conversations: {url}")
+                print(f"chat page: {url}")
                 print(f"answering at {url}/v1", flush=True)
                 config = uvicorn.Config(
                     routes(answerer, key),
@@ -74,7 +74,7 @@ class Api(ModelsOptions):
                     access_log=False,
                     timeout_graceful_shutdown=5,
                 )
-                # uvicorn ends at these signals, and then raises them again.
+                # uvicorn stops on these signals, and then raises them again.
                 for name in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(name, lambda *_: None)
                 answerer.on_broken = partial(os.kill, os.getpid(), signal.SIGTERM)
@@ -102,7 +102,7 @@ class Api(ModelsOptions):
         except ValueError as error:
             raise CommandError(f"--listen {self.listen}: must be IP_ADDRESS:PORT") from error
         if key is None and not address.is_loopback:
-            raise CommandError(f"--listen {self.listen}: others can connect, so add --key-file")
+            raise CommandError(f"--listen {self.listen}: not a loopback address, so add --key-file")
         family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         try:
             return socket.create_server((str(address), number), family=family)

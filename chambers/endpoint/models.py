@@ -36,7 +36,7 @@ class ModelsOptions(BaseModelOptions):
         int, option("Maximum length of a prompt in tokens; default 4096.", "N")
     ] = 4096
     max_new_tokens: Annotated[
-        int, option("Maximum tokens per answer, and the default; default 1024.", "N")
+        int, option("Maximum tokens per answer (requests can ask for fewer); default 1024.", "N")
     ] = 1024
 
     def check_models(self) -> None:
@@ -60,14 +60,14 @@ class ModelsOptions(BaseModelOptions):
             yield answerer
 
     def sources(self) -> "dict[str, Source]":
-        """Find the models by name; raise ``UserError`` if their parts don't match."""
+        """Return the models, keyed by name; raise ``UserError`` if their parts don't match."""
         from chambers.models import find
 
         sources: dict[str, Source] = {}
         for folder in self.adapters or []:
             name = folder.resolve().name
             if name in {*sources, _BASE}:
-                raise CommandError(f"two models would be named {name}; copy {folder} elsewhere")
+                raise CommandError(f"two models are named {name}; copy {folder} to another name")
             sources[name] = find(self._options(folder), self.invitation)
         bare = [source.bare for source in sources.values()]
         sources[_BASE] = bare[0] if bare else find(self._options(None), self.invitation)

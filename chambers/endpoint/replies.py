@@ -30,7 +30,7 @@ class Reply(ABC):
         self._pieces.append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the reply after the last piece."""
+        """Return the complete reply, once the last piece has been added."""
         text = "".join(piece.text for piece in self._pieces)
         choice = self._content(text) | self._end(self._pieces, self._pieces[-1].finish_reason)
         return self._about | {"object": self.kind, "choices": [choice], "usage": self._usage()}

@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI's API defines them; other parameters are ignored."""
+"""Request bodies, as in OpenAI's API; unknown parameters are ignored."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ _MAX_LIKELIEST = 20
 
 
 class TextPart(BaseModel):
-    """A part of a message; images and sounds are refused."""
+    """A part of a message; images and audio are refused."""
 
     type: Literal["text"]
     text: str
@@ -35,7 +35,7 @@ class StreamOptions(BaseModel):
 
 
 class Parameters(BaseModel):
-    """Parameters of both kinds of requests. Features that don't exist here must be absent."""
+    """Parameters of both kinds of requests; values that need unsupported features are refused."""
 
     model_config = ConfigDict(strict=True)
 

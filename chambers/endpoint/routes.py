@@ -1,4 +1,4 @@
-"""The HTTP routes of the endpoint: models, chat completions, completions, and a page to chat."""
+"""The HTTP routes of the endpoint: models, chat completions, completions, and a chat page."""
 
 import asyncio
 import base64
@@ -71,12 +71,12 @@ def routes(answerer: Answerer, key: str | None) -> Starlette:
 
 
 async def _page(_: HttpRequest) -> Response:
-    """Return the page to chat, which contains no data of this endpoint."""
+    """Return the chat page, which contains no data of this endpoint."""
     return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
 
 async def _refuse(_: HttpRequest, error: Exception) -> Response:
-    """Return an error in the form of OpenAI's API; unexpected ones without their text."""
+    """Return an error in the form of OpenAI's API; omit the text of unexpected errors."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail, _INVALID)
     elif not isinstance(error, ApiError):
@@ -131,9 +131,9 @@ class _Endpoint:
         return {"id": name, "object": "model", "created": self.started, "owned_by": "chambers"}
 
     def _authenticate(self, http: HttpRequest) -> None:
-        # A web page whose name is made to point to loopback must not be able to ask.
+        # Prevent DNS rebinding, with which a web page could send requests.
         if self.key is None and not _is_loopback(http.headers.get("host", "")):
-            raise ApiError(400, "without a key, the host must be this machine", _INVALID)
+            raise ApiError(400, "without a key, the Host header must name this machine", _INVALID)
         given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
             raise ApiError(401, "the API key is missing or wrong", "authentication_error")
@@ -141,12 +141,12 @@ class _Endpoint:
     def _known(self, name: str) -> str:
         if name not in self.answerer.sources:
             names = ", ".join(self.answerer.sources)
-            raise ApiError(404, f"there is no such model; models: {names}", _INVALID, "model")
+            raise ApiError(404, f"there is no such model; available: {names}", _INVALID, "model")
         return name
 
     async def _read(self, http: HttpRequest, form: type[Any]) -> Any:
         self._authenticate(http)
-        # Web pages of other origins can't send this type without permission.
+        # Web pages of other origins can't send this content type without permission (CORS).
         if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError(415, "the content type must be application/json", _INVALID)
         body = bytearray()
@@ -157,7 +157,7 @@ class _Endpoint:
         try:
             wanted = form.model_validate_json(bytes(body))
         except ValidationError as error:
-            # Of a value with alternatives, the deepest problem is that of the closest alternative.
+            # If a value matches none of several types, the deepest problem is that of the closest.
             problems = error.errors(include_url=False, include_input=False)
             problem = max(problems, key=lambda problem: len(problem["loc"]))
             name = ".".join(str(part) for part in problem["loc"]) or None
@@ -182,7 +182,7 @@ class _Endpoint:
                 async for piece in pieces:
                     reply.add(piece)
             return JSONResponse(reply.whole())
-        # The first piece is awaited here, so that an error has its own status.
+        # Await the first piece here, so that an error can still determine the HTTP status.
         first = await anext(pieces)
         usage = wanted.stream_options is not None and wanted.stream_options.include_usage
 
@@ -211,7 +211,7 @@ class _Endpoint:
             if (wanted.answer_tokens or 0) > limit:
                 raise ApiError(
                     400,
-                    f"max_tokens = {wanted.answer_tokens}: at most {limit}",
+                    f"max_tokens = {wanted.answer_tokens}: must be at most {limit}",
                     _INVALID,
                     "max_tokens",
                 )
@@ -261,7 +261,7 @@ class _Pieces:
                 return
 
     async def until_disconnected(self, http: HttpRequest) -> AsyncGenerator[Piece]:
-        """Yield the pieces; cancel the request if its client disconnects or this is closed."""
+        """Yield the pieces; cancel the request if its client disconnects or iteration stops."""
 
         async def watch() -> None:
             while not await http.is_disconnected():

@@ -1,1 +1,1 @@
-"""Experiments as data: runs through the app, measurements of their models, tables and plots."""
+"""Experiments described in files: runs, measurements of their models, tables and plots."""

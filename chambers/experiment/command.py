@@ -30,13 +30,13 @@ class Experimenting:
     \b
       chambers experiment experiments/code-of-the-province.toml --size small --jobs 2
 
-    FILE lists runs, seeds, measures and tables, as docs/experiments.md describes. The experiment's
-    folder gets results.jsonl, Markdown and CSV files of the tables, and SVG files of heat maps.
+    FILE lists runs, seeds, measures and tables, as docs/experiments.md describes. The command
+    writes results.jsonl, the tables as Markdown and CSV, and heat maps as SVG to the output folder.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, argument("FILE.toml")]
     size: Annotated[str, option("Name of a size in FILE.toml; default small.", "NAME")] = "small"
-    output: Annotated[Path | None, option("Its folder; default runs/FILE-SIZE.", "FOLDER")] = None
+    output: Annotated[Path | None, option("Folder; default runs/FILE-SIZE.", "FOLDER")] = None
     jobs: Annotated[int, option("Number of concurrent runs; default 1.", "N")] = 1
     resume: Annotated[bool, typer.Option("--resume", help="Continue the experiment.")] = False
     render: Annotated[bool, typer.Option("--render", help="Only render recorded results.")] = False

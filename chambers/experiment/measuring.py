@@ -57,7 +57,7 @@ def measure_untrained(
 def _constant_records(
     seed: int, groups: Sequence[Group], measures: Collection[Measure]
 ) -> Iterator[Record]:
-    """Yield the scores in each group of the single answer that is right most often."""
+    """Yield, for each group, the scores of always giving its most frequent right answer."""
     for group in groups:
         if "article" in measures:
             values = [1 / len(matters.MATTERS)] * len(group.rows)
@@ -104,7 +104,7 @@ def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Pa
 
 
 def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
-    """Yield the means over rounds of what each client reported about its training."""
+    """Yield each client's reported training measures, averaged over rounds."""
     trained = [each for each in read_events(directory / METRICS) if each["event"] == "train"]
     for measure in measures:
         for client in sorted({event["client"] for event in trained}):

@@ -17,7 +17,7 @@ _UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter w
 
 
 def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path) -> str:
-    """Write all tables and heat maps into a folder; return a page with all tables."""
+    """Write all tables and heat maps to a folder; return a page with all tables."""
     parts = [f"# {experiment.title}\n"]
     for table in experiment.tables:
         rows = rows_of(records, experiment, table)

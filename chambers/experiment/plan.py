@@ -29,7 +29,7 @@ class _Section(BaseModel):
 
 
 class Arm(_Section):
-    """What tables compare: a way to train, such as one strategy, or the untrained base model."""
+    """A way of training to compare, such as a strategy, or the untrained base model."""
 
     label: str  # the arm's name in tables
     settings: dict[str, Scalar] = {}

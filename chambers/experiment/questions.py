@@ -21,8 +21,8 @@ class Group:
 
     name: str  # names of the variant and the client
     rows: Sequence[Row]
-    articles: Sequence[int] = ()  # right Article for each row if rows are questions on matters
-    questions: Sequence[Question] = ()  # with candidate answers; empty unless data.task has these
+    articles: Sequence[int] = ()  # each row's right Article; empty with data.path
+    questions: Sequence[Question] = ()  # with candidate answers; empty unless data.task has them
 
 
 def group_name(variant: str, client: str) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _RESAMPLES = 10_000
-# Four of five experiments detect a difference of this many standard errors at the 5 % level.
+# A difference of this many standard errors is detected at the 5 % level with 80 % power.
 _DETECTABLE = 1.96 + 0.84
 
 # For each seed, the values of its questions.
@@ -21,7 +21,7 @@ class Interval:
     mean: float  # mean over seeds of the means over questions
     low: float
     high: float
-    detectable: float  # smallest true mean that four of five experiments distinguish from 0
+    detectable: float  # smallest true mean that is detected with 80 % power
 
 
 def interval(values: BySeed) -> Interval:

@@ -51,7 +51,7 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Key:
-    """The key of all sheets: the seed of all orders and ids, and what each id stands for."""
+    """The key of all sheets: the seed of the random orders and ids, and what each id stands for."""
 
     seed: int
     models: tuple[str, ...]

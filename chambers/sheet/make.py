@@ -22,14 +22,14 @@ class Make:
     "answer", and optionally "reference" and "id", or a row written by chambers generate --output.
     All files must have the same questions.
 
-    Two alternative versions of each sheet are written to the output folder: sheets/annotator-1.csv
-    for spreadsheets, and sheets/annotator-1.html for browsers, even offline. Each annotator sees a
-    different order of questions and answers. key.json maps answers to models: keep the file secret.
+    The output folder gets two versions of each sheet: sheets/annotator-1.csv for spreadsheets, and
+    sheets/annotator-1.html for browsers, which needs no network. Each annotator sees a different
+    order of questions and answers. key.json maps answers to models: keep the file secret.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     answers: Annotated[list[str], argument("MODEL=FILE.jsonl…")]
     output: Annotated[Path, option("New folder to write to.", "FOLDER")]
-    annotators: Annotated[int, option("Number of sheets; default 3, as in the paper.", "N")] = 3
+    annotators: Annotated[int, option("Number of sheets; default 3, as in FedJudge.", "N")] = 3
     questions: Annotated[
         int, option("Number of questions, drawn at random; default 100 or, if fewer, all.", "N")
     ] = 100

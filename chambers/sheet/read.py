@@ -16,8 +16,8 @@ class Read:
     \b
       chambers sheet read study/key.json annotator-1.csv annotator-2.csv annotator-3.csv
 
-    Each sheet is a filled-in table, or the file that the HTML page saved. A sheet that is not
-    complete or doesn't match the key is refused. Means are given with the half-width of their 95 %
+    Each sheet is a filled-in table, or the file that the HTML page saved. Sheets that are
+    incomplete or don't match the key are refused. Means are given with the half-width of their 95 %
     confidence interval over questions; the agreement is Krippendorff's alpha with the interval
     metric.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped

@@ -25,7 +25,7 @@ from finetuning.files import replacing, write_secret
 AUTHORITY, SERVER = "authority.pem", "server.pem"
 # The SuperLink's SuperExec connects to 127.0.0.1; without these names, no run could start.
 LOOPBACK = ("localhost", "127.0.0.1")
-# Ten years and a day, so that a certificate may be valid for ten years.
+# Ten years and a day, so that a certificate can be valid for ten years.
 _AUTHORITY_DAYS = 3651
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
 
@@ -48,7 +48,7 @@ class Authority:
         if end > self.certificate.not_valid_after_utc:
             raise CommandError(
                 f"{folder / AUTHORITY} expires in {days_left(self.certificate)} days, before the "
-                "certificate would; lower --days, or begin a new authority, as docs/operations.md "
+                "certificate would; lower --days, or create a new authority, as docs/operations.md "
                 "describes"
             )
         key = ec.generate_private_key(ec.SECP256R1())
@@ -74,7 +74,7 @@ class Authority:
 
 
 def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
-    """Read the authority in the folder or, if there is none, create one for ``new_days`` days.
+    """Read the authority in the folder or, if there is none, create one valid for ``new_days``.
 
     Raise ``CommandError`` if a file is missing or invalid, or the key isn't the certificate's.
     """

@@ -43,7 +43,7 @@ def check_coordinator(options: "Check") -> Report:
     report.line(_names, server, proxy)
     renewal = f"chambers site certificates {folder}, then restart the proxy and the SuperLink"
     report.line(lasting_file, server, renewal)
-    report.line(lasting_file, authority, "begin a new authority, as docs/operations.md describes")
+    report.line(lasting_file, authority, "create a new authority, as docs/operations.md describes")
     report.line(check_instructions, folder)
     report.line(_answers, "SuperLink", options.superlink or "127.0.0.1:8000", folder)
     if report.line(_answers, "proxy", proxy, folder):
@@ -53,7 +53,7 @@ def check_coordinator(options: "Check") -> Report:
         report.line(model, options.model)
     results = platformdirs.user_data_path("chambers") / "runs"
     report.line(
-        disk, database.parent, "enlarge it, or shrink the database as docs/operations.md describes"
+        disk, database.parent, "add space, or shrink the database as docs/operations.md describes"
     )
     report.line(_apart, database.parent, [folder, results])
     report.line(disk, results)
@@ -135,8 +135,8 @@ def _apart(folder: Path, others: Sequence[Path]) -> str:
     shared = [str(path) for path in others if existing(path).stat().st_dev == device]
     if shared:
         raise AdviceError(
-            f"{folder} is on the same file system as {' and '.join(shared)}: messages "
-            "from institutions can fill it; mount a separate one, as docs/deployment.md describes"
+            f"{folder} is on the same file system as {' and '.join(shared)}: messages from "
+            "institutions can fill it; mount another file system, as docs/deployment.md describes"
         )
     return f"{folder} is on a file system of its own"
 

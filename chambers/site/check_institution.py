@@ -144,7 +144,7 @@ def _policy(node_config: str) -> str:
             'coordinator, and add instruction-key = "/srv/chambers/instructions.pub" to the policy'
         )
     read_public_key(key)
-    return f"{file} is a policy; it accepts instructions that are signed with the key of {key}"
+    return f"{file} is a policy; it accepts instructions whose signatures match {key}"
 
 
 def _data(node_config: str, task: str) -> str:

@@ -16,7 +16,7 @@ from chambers.site.authority import days_left, read_certificate
 _TIMEOUT_SECONDS = 10.0
 # See openssl-verification-options(1) and X509_STORE_CTX_get_error(3).
 _NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64
-# Maximum clock differences in seconds with which Flower accepts a node's signature
+# Maximum clock differences in seconds at which Flower accepts a node's signature
 # (SYSTEM_TIME_TOLERANCE and TIMESTAMP_TOLERANCE).
 _MAX_AHEAD, _MAX_BEHIND = 5, 300
 
@@ -129,7 +129,7 @@ def _explained(error: Exception, host: str, authority: Path) -> str:
         return _certificate_problem(error, host, authority)
     causes: dict[type[Exception], str] = {
         ssl.SSLError: "it doesn't speak TLS: enter the address and port of the proxy",
-        socket.gaierror: f"the name {host} is unknown here: correct it, or add it to the DNS",
+        socket.gaierror: f"the name {host} is unknown here: correct it, or add it to DNS",
         TimeoutError: f"no answer within {_TIMEOUT_SECONDS:g} s: allow connections to this address "
         "in the firewalls here and at the coordinator",
         ConnectionRefusedError: "nothing listens there: start the server, or correct the port",

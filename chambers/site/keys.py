@@ -1,4 +1,4 @@
-"""``chambers site key`` and ``chambers site signing-key``: create keys of a site and a reviewer."""
+"""``chambers site key`` and ``chambers site signing-key``: create keys for a site or a reviewer."""
 
 import json
 from dataclasses import dataclass

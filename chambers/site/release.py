@@ -48,7 +48,7 @@ def read_signing_key(file: Path) -> Ed25519PrivateKey:
     key = read_private_key(file)
     if not isinstance(key, Ed25519PrivateKey):
         raise CommandError(
-            f"{file} is not a signing key without passphrase; chambers site signing-key writes one"
+            f"{file} is not a signing key without a passphrase; chambers site signing-key makes one"
         )
     return key
 

@@ -36,8 +36,8 @@ class Report:
             where = f"{error.filename} can't be read: " if error.filename else ""
             problem = f"{where}{error.strerror or error}"
             if isinstance(error, PermissionError):
-                cure = "run this as the programs' system user; check who owns the file and folders"
-                problem += f"; {cure}"
+                problem += "; run this as the SuperLink's or SuperNode's user, and check who owns "
+                problem += "the file and folders"
         print(f"fix  {problem}", flush=True)
         self.passed = False
         return False

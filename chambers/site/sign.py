@@ -49,6 +49,6 @@ class Sign:
         )
         print(f"{release}: signed by {key_id(key)}")
         names = ", ".join(signers)
-        print(f"{self.output}: {app}, signed by {names}; to run it on the coordinator:")
+        print(f"{self.output}: {app}, signed by {names}; to run it at the coordinator:")
         print(f"  flwr run {app} deployment")
         return 0

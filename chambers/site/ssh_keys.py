@@ -34,7 +34,7 @@ def public_line(key: PrivateKey, comment: str) -> str:
 
 
 def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> Path:
-    """Write a private key without passphrase, readable only by this user, and the public key.
+    """Write a private key without a passphrase, readable only by this user, and the public key.
 
     Return the path of the public key, by default ``FILE.pub``; refuse to overwrite a file.
     """

@@ -304,7 +304,7 @@ def test_a_full_queue_is_refused(run_folder):
 
 
 BAD = {
-    "model": ({"model": "gpt"}, 404, "no such model; models: .*global"),
+    "model": ({"model": "gpt"}, 404, "no such model; available: .*global"),
     "length": ({"messages": [{"role": "user", "content": "a " * 500}]}, 400, "1 to 64"),
     "max_tokens": ({"max_tokens": 10**9}, 400, "at most 100"),
     "no tokens": ({"max_tokens": 0}, 400, "greater than or equal to 1"),

@@ -77,7 +77,7 @@ def test_a_mistake_ends_nothing(run_folder, capsys, monkeypatch):
     assert main(["chat", str(own), "--max-new-tokens", str(TOKENS)]) == 0
     output = capsys.readouterr()
     assert output.out.strip()
-    assert "there are global, base" in output.err
+    assert "out of global, base" in output.err
     assert "temperature 3: must be a number from 0 to 2" in output.err
     assert "the prompt has" in output.err
 

@@ -47,7 +47,7 @@ def test_what_is_not_there_or_can_t_be_converted_is_refused(original, tmp_path, 
     _, folder = original
     assert "there is no folder /nowhere" in refused(capsys, "convert", "/nowhere", tmp_path / "a")
     reason = refused(capsys, "convert", "nobody/not-there", tmp_path / "a")
-    assert "there is no folder nobody/not-there, and as a Hugging Face id" in reason
+    assert "nobody/not-there is neither a folder nor the id of a checkpoint" in reason
     (folder / "tokenizer.model").unlink()
     reason = refused(capsys, "convert", folder, tmp_path / "a")
     assert f"{folder / 'tokenizer.model'} can't be read" in reason

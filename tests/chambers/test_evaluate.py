@@ -185,7 +185,7 @@ def test_what_can_t_be_meant_is_refused(run_folder, base, served, data, tmp_path
         (["--tasks", "cb", "--output", tmp_path, base], "that is a folder"),
         (["--tasks", "rte", base], f"rte: there is no {data}/RTE/val.jsonl"),
         (["--tasks", "cb", "/nowhere"], "there is no base model in /nowhere"),
-        (["--tasks", "cb", empty], "the run finished no round"),
+        (["--tasks", "cb", empty], "the run completed no round"),
         (["--tasks", "xsum", "--bertscore", "/nowhere", base], "--bertscore: "),
         (["--tasks", "cb", "--batch-tokens", "20", base], "--batch-tokens allows only 20"),
         (["--tasks", "cb", "--invitation", tmp_path / "short.json", base], "server allows only 5"),

@@ -184,7 +184,7 @@ def test_a_folder_of_no_run_is_refused(tmp_path, capsys, base):
         assert "is not the folder of a run" in refused(capsys, "status", folder)
     for name in ("config.json", "versions.json"):
         (tmp_path / name).write_text("{}")
-    assert "config.json is not that of a run" in refused(capsys, "status", tmp_path)
+    assert "config.json is not from a run" in refused(capsys, "status", tmp_path)
     (tmp_path / "config.json").write_text('{"strategy": "fedprox", "rounds": 1}')
     (tmp_path / "status.json").write_text('{"round": "two"}')
     assert "can't be read: status.json is damaged\n" in refused(capsys, "status", tmp_path)

@@ -128,7 +128,7 @@ def test_refusals_name_the_cure(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
     open_authority(tmp_path, new_days=400)
     write(capsys, tmp_path, *NAMES)
-    assert "begin a new authority" in refused(capsys, *command, "--days", "401")
+    assert "create a new authority" in refused(capsys, *command, "--days", "401")
     key = tmp_path / "authority.key"
     kept = key.read_bytes()
     key.write_bytes((tmp_path / "server.key").read_bytes())

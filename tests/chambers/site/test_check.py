@@ -338,7 +338,7 @@ def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
         output = at_institution(capsys, site, 1, node_config=node)
         _, other = at_coordinator(capsys, site, 1, database=closed / "superlink.db")
     closed.chmod(0o700)
-    cure = "Permission denied; run this as the programs' system user"
+    cure = "Permission denied; run this as the SuperLink's or SuperNode's user"
     assert f"fix  {closed}/data can't be read: {cure}" in output
     assert f"fix  {closed}/state/chambers can't be read: {cure}" in output
     assert len(output.splitlines()) == lines
