@@ -181,10 +181,7 @@ def run_packed(job: Job, rows: list[dict[str, torch.Tensor]]) -> tuple[Side, lis
     columns = {name: [row[name].tolist() for row in rows] for name in ("input_ids", "labels")}
     with tempfile.TemporaryDirectory() as directory:
         arguments = SFTConfig(
-            packing=True,
-            max_length=LONGEST,
-            max_steps=job.steps,
-            **arguments_of(job, directory),
+            packing=True, max_length=LONGEST, max_steps=job.steps, **arguments_of(job, directory)
         )
         trainer = SFTTrainer(
             load_whole(job),

@@ -160,10 +160,9 @@ class Training:
 
     def steps(self, count: int) -> list[float]:
         """Train ``count`` steps of each model, and return their mean losses."""
-        losses = self._threads.map(lambda course: mean(course.train(count)), self._courses)
-        result = list(losses)
+        losses = list(self._threads.map(lambda course: mean(course.train(count)), self._courses))
         wait_for_gpus()
-        return result
+        return losses
 
     def accounts(self) -> list[dict[str, Any]]:
         """End the round, and return each client's traffic and times."""

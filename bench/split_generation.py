@@ -91,10 +91,7 @@ def main() -> None:
         (invitation,) = server.ask(Server.invite)
         model = stack.enter_context(open_model(load_ends(job, split), invitation, job, split))
         model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
-        models: dict[str, Answering] = {
-            "whole model": WholeModel(load_whole(job)),
-            "split": model,
-        }
+        models: dict[str, Answering] = {"whole model": WholeModel(load_whole(job)), "split": model}
         pids = [os.getpid(), server.pid]
         table = measure(models=models, pids=pids, pairs=pairs, vocabulary=shape.vocabulary)
     show(

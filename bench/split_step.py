@@ -102,8 +102,7 @@ def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the largest difference of the first steps' losses."""
-    pairs = zip(one[:_COMPARED], other[:_COMPARED], strict=True)
-    return max(abs(a - b) for a, b in pairs)
+    return max(abs(a - b) for a, b in zip(one[:_COMPARED], other[:_COMPARED], strict=True))
 
 
 def recorded(

@@ -55,8 +55,7 @@ class Api(ModelsOptions):
         check_at_least_one(self, "batch_size", "queue")
         self.check_models()
         key = self._key()
-        listener = self._listen(key)
-        with listener:
+        with self._listen(key) as listener:
             import uvicorn
 
             from chambers.endpoint.answering import BROKEN
