@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# cuDNN's attention is compiled anew for every shape of a batch, and the shapes of batches differ.
+# cuDNN compiles its attention for each shape of a batch, and the shapes of batches differ.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -77,7 +77,7 @@ def to_host(
 
 
 def memory_problem(error: RuntimeError, remedy: str) -> str:
-    """Return what didn't fit, where, and the remedy, without the processes that CUDA lists."""
+    """Describe an out-of-memory error and its remedy, without the processes that CUDA lists."""
     found = str(error).split(". ")
     return f"out of memory: {'. '.join(found[1:3] or found).rstrip('.')}; {remedy}"
 

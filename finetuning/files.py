@@ -33,9 +33,9 @@ def cache_directory() -> Path:
 
 
 def cached(target: Path, write: Callable[[Path], object]) -> Path:
-    """Return a file or folder of the cache; if it is missing, ``write`` creates it at a given path.
+    """Return a file or folder of the cache; if it is missing, call ``write`` with a path to write.
 
-    While a process creates it, other processes wait.
+    While one process writes it, other processes wait.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_suffix(".lock")):
@@ -109,7 +109,7 @@ def filling(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        # safetensors gives the system's error number only in the message.
+        # safetensors reports the system's error number only in the message.
         told = any(f"(os error {number})" in str(error) for number in _FULL)
         if getattr(error, "errno", None) not in _FULL and not told:
             raise

@@ -22,7 +22,7 @@ class _Lines:
 
 
 def progress_bar(total: int, description: str) -> Any:
-    """Return a ``tqdm`` bar, which in a log writes a line at most once every ten seconds."""
+    """Return a ``tqdm`` bar; in a log, it writes a line at most once every ten seconds."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, leave=False)
     return tqdm(

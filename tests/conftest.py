@@ -21,11 +21,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small matrices gain nothing from threads, and threads of several processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# On a busy machine, the time of one example says nothing.
+# On a busy machine, an example's duration is meaningless.
 hypothesis.settings.register_profile("chambers", deadline=None)
 hypothesis.settings.load_profile("chambers")
 
-# The files of the longest tests begin first, so that none of them runs alone at the end.
+# Start the longest tests' files first, so that none runs alone at the end.
 _LONGEST = {"test_notebook.py", "test_walk.py"}
 
 
@@ -143,7 +143,7 @@ def fill(disk: Path, free: int = 0) -> None:
     size = psutil.disk_usage(str(disk)).free - free * 1024
     try:
         (disk / "ballast").write_bytes(bytes(max(0, size)))
-    except OSError as error:  # another process has written in the meantime
+    except OSError as error:  # another process may have used the space
         if error.errno != errno.ENOSPC:
             raise
 
@@ -162,7 +162,7 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a SentencePiece model with as many pieces as the checkpoints have tokens."""
+    """Write a SentencePiece model with as many pieces as a checkpoint has tokens."""
     from sentencepiece import SentencePieceTrainer
 
     prefix = tmp_path_factory.mktemp("sentencepiece") / "tokenizer"

@@ -71,7 +71,7 @@ def write_gguf(
         own = name
         for theirs, ours in _NAMES.items():
             own = own.replace(theirs, ours)
-        # llama.cpp rotates neighbouring rows of a head, transformers those of its two halves.
+        # llama.cpp rotates adjacent rows of a head; transformers pairs rows of its two halves.
         for part, count in (("attn_q", heads), ("attn_k", shared)):
             if part in own:
                 halves = value.reshape(count, 2, value.shape[0] // count // 2, value.shape[1])

@@ -1,4 +1,4 @@
-"""The run config: a single source of defaults and docs, and a report of all errors at once."""
+"""The run config is the only source of defaults and tables, and reports all errors at once."""
 
 import tomllib
 from pathlib import Path

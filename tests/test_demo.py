@@ -41,7 +41,7 @@ def test_everyone_gains_from_the_demonstrations(
     assert len({client for client, _ in losses}) == 3
     for client, _ in losses:
         assert losses[client, "global"] < losses[client, "base"]
-        if preset == "tiny.toml":  # the others test on what other clients have learnt
+        if preset == "tiny.toml":  # the others test on what other clients learn
             assert losses[client, "personalised"] <= losses[client, "global"]
     output = (tmp_path / "output").read_text()
     assert "run completed after" in output

@@ -25,8 +25,8 @@ NAMES = ("alpha", "beta", "gamma")
 UNSIGNED = {"instruction-key": "none"}
 pytestmark = pytest.mark.slow
 
-# A rank with which adapter and Adam's moments take more than 200 MB per client: that much was lost
-# without an error in Flower's own state.
+# With this rank, adapter and Adam's moments take more than 200 MB per client, which Flower's state
+# lost without an error.
 RANK = 56_000
 
 
@@ -82,7 +82,7 @@ def test_supernodes_train_together_and_keep_large_states(
     for name in NAMES[:2]:
         files = list((lineage / name / "round-0002").iterdir())
         assert sum(file.stat().st_size for file in files) > 200e6
-        # Round 2 continued with round 1's optimizer, in another process.
+        # Round 2 continued with round 1's optimizer, in a different process.
         with safe_open(lineage / name / "round-0002" / "optimizer.safetensors", "pt") as state:
             steps = {float(state.get_tensor(k)) for k in state.keys() if k.endswith(":step")}  # noqa: SIM118
         assert steps == {4.0}
@@ -168,7 +168,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
 def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
     checkpoint, client_folders, tmp_path, capfd
 ):
-    """Beta's worker runs a tenth of the time; the second run has less time for a round."""
+    """Beta's worker is paused 90 % of the time; the second run has a shorter time limit."""
     runs = tmp_path / "runs"
     config = {
         "rounds": 1,
@@ -203,13 +203,13 @@ def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
 
 @contextmanager
 def slowed(worker: RunningWorker) -> Iterator[None]:
-    """Let a worker run for only a tenth of the time, once it has begun to train."""
+    """Once a worker has begun to train, pause it for 90 % of the time."""
     process, over = worker.process, Event()
 
     def hold() -> None:
-        while worker.answered() < 2 and not over.wait(0.05):  # the first one is to evaluate
+        while worker.answered() < 2 and not over.wait(0.05):  # the first message is an evaluation
             pass
-        # After a long pause a process has more than its share of a busy processor for a moment.
+        # Pause often, because a process gets more time on a busy processor after a long pause.
         while not over.wait(0.1):
             process.send_signal(signal.SIGSTOP)
             over.wait(0.9)
@@ -226,7 +226,7 @@ def slowed(worker: RunningWorker) -> Iterator[None]:
 
 @pytest.mark.nightly
 def test_resident_workers_answer_as_processes_do(checkpoint, client_folders, tmp_path, capfd):
-    """They run the code that Flower installs from the app, and give the same adapters."""
+    """Workers run the code that Flower installs from the app, and give the same adapters."""
     adapters = []
     for kind in ("processes", "workers"):
         folder = tmp_path / kind
@@ -250,7 +250,7 @@ def test_resident_workers_answer_as_processes_do(checkpoint, client_folders, tmp
             status = run_app(ROOT, link, UNSIGNED | config)
             assert status == "finished:completed", capfd.readouterr().out
             for name, worker in workers.items():
-                # To train and to evaluate, in two rounds and before the first one.
+                # Two rounds of training and evaluation, and an evaluation before them.
                 assert worker.answered() == 5
                 assert "this process answers" not in (folder / name / "node.log").read_text()
         (run,) = (folder / "runs").iterdir()

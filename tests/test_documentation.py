@@ -32,7 +32,7 @@ def test_links_lead_somewhere(page):
 
 
 def anchors(text: str) -> set[str]:
-    """Return the names of a page's sections, as they are written in links."""
+    """Return the names of a page's sections, as used in links."""
     titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -49,7 +49,7 @@ def test_the_readme_is_short_and_names_every_page_and_command(capsys):
 
 
 def test_commands_that_are_named_exist(capsys):
-    # The labels of keys in wire.md begin with the same word.
+    # In wire.md, the labels of keys also begin with ``chambers``.
     text = "\n".join(page.read_text() for page in PAGES if page.name != "wire.md")
     command = re.compile(r"(?:`|^)chambers ((?:site|sheet) [a-z-]+|[a-z]+)", re.MULTILINE)
     words = set(command.findall(text))

@@ -41,7 +41,7 @@ def installed(built, tmp_path_factory):
     python = folder / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", python, "install"]
     subprocess.run([*command, "--no-deps", "--no-index", built[1]], check=True)
-    # A path in this file adds the libraries, and none of the checkouts that they point to.
+    # This file adds the libraries, but not the checkouts that they point to.
     (packages,) = folder.glob("lib/*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     for point in distribution("flwr").entry_points.select(group="console_scripts"):

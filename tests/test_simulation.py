@@ -102,7 +102,7 @@ def test_a_run_writes_all_documented_results(finished, checkpoint, tmp_path):
 def test_a_split_run_whose_clients_train_at_once(
     superlink, config, deep_checkpoint, tmp_path, schedule
 ):
-    """Three actors wait for each other: every third step, or in every micro-batch."""
+    """Three actors wait for each other at every third step, or in every micro-batch."""
     config |= {
         "strategy": "fl-glm",
         "rounds": 2,
@@ -179,7 +179,7 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
         psutil.wait_procs([process], timeout=0.05)
     everything = [*process.children(recursive=True), process]
     for victim in everything:
-        # Without its children, Flower ends some of its processes itself.
+        # Flower itself ends some processes once their children are gone.
         with suppress(psutil.NoSuchProcess):
             victim.kill()
     psutil.wait_procs(everything, timeout=20)

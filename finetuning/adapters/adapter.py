@@ -98,8 +98,8 @@ def initial_adapter(
     """Create the global adapter of round 1, normally without reading the base model's weights.
 
     One of LoRA's two matrices is zero, so the adapter initially has no effect. Prefixes are random,
-    as in PEFT, unless the settings name an initial text: then the whole model is loaded to compute
-    the prefix. ``directory`` contains the configuration; by default, it is found by ``name``.
+    as in PEFT, unless the settings contain an initial text: then the whole model is loaded to
+    compute the prefix. ``directory`` contains the configuration; if None, ``name`` is located.
 
     Return the adapter's float32 tensors, and its PEFT configuration with explicit targets. Raise a
     BaseModelError if the model does not exist, or does not support the targets or prefixes.
@@ -108,7 +108,7 @@ def initial_adapter(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     prefix = settings.kind == "prefix"
-    # In a split model, a party's directory may contain only the files of its own blocks.
+    # In a split model, a party's directory may contain only the files of its blocks.
     if directory is None or (prefix and settings.initial_text):
         directory = locate(name)
     with torch.device("meta"):
@@ -151,7 +151,7 @@ def _refuse_other_shape(model: Any, peft_config: Any) -> None:
 def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
     """Return the keys and values of the initial text, (length, blocks · 2 · heads · width).
 
-    With this prefix, the model computes as if the repeated text preceded the model's input.
+    With this prefix, the model computes as if the text, cut or repeated, preceded its input.
     """
     from transformers import AutoModelForCausalLM
 
@@ -179,7 +179,7 @@ def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def exported_names(peft_model: Any) -> dict[str, str]:
-    """Map the model's names of trainable parameters to the names in PEFT's saved format."""
+    """Map the names of a model's trainable parameters to those in PEFT's saved format."""
     return {
         name: SAVED if name == _PREFIX else name.replace(".default", "")
         for name in trainable_parameters(peft_model)
@@ -225,10 +225,10 @@ def load_state(
 def save_adapter(
     directory: Path, state: Mapping[str, torch.Tensor] | Path, config: Any, card: str
 ) -> None:
-    """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` loads.
+    """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` can load.
 
-    The folder is replaced atomically: if interrupted, it keeps the old content. ``state`` uses
-    PEFT's saved names; a safetensors file as ``state`` must be on the same disk, and is moved.
+    The folder is replaced atomically. ``state`` maps PEFT's saved names to tensors, or is a
+    safetensors file on the same disk, which is moved to the folder.
     ``config`` is PEFT's configuration of the adapter, and ``card`` the text of README.md.
     """
     with replacing(directory) as aside:

@@ -18,7 +18,7 @@ _LICENCES = ("LICENSE*", "NOTICE*", "MODEL_LICENSE*")
 
 
 def fetch_licence(name: str) -> None:
-    """Download the licence and model card of a Hugging Face id, if the hub can be reached."""
+    """Download the licence and card of a model on the Hugging Face Hub, if it can be reached."""
     if is_id(resolve(name)):
         with suppress(BaseModelError):
             fetch(resolve(name), ("README.md", *_LICENCES))
@@ -26,7 +26,7 @@ def fetch_licence(name: str) -> None:
 
 @one_at_a_time()
 def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
-    """Load a base model, and add the adapter's product (alpha / rank) · B · A to adapted weights.
+    """Load a base model, and add (alpha / rank) · B · A to each weight that the adapter adapts.
 
     The product is computed in float32 and rounded to ``dtype``; ``"auto"`` is the data type of the
     checkpoint in ``directory``. Return a ``transformers`` model without adapters, in CPU memory.
@@ -54,7 +54,7 @@ def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
 def save_merged(model: Any, directory: Path, folder: Path, card: str) -> None:
     """Write a merged model, and the tokenizer and licence of its base model's checkpoint.
 
-    ``directory`` is the base model's checkpoint, and ``card`` the text of README.md. The folder is
+    ``directory`` is the base model's checkpoint, and ``card`` the text of README.md. ``folder`` is
     written atomically. Raise a DiskFullError if the model doesn't fit on the disk.
     """
     from transformers import AutoTokenizer

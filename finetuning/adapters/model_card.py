@@ -39,7 +39,7 @@ def model_card(
 
 # {title}
 
-Trained with Chambers, on text that stayed with its owners.
+Trained with Chambers.
 
 - Base model: `{base}`{_stored(Path(directory))}
 - Rounds: {rounds}
@@ -65,13 +65,13 @@ model = PeftModel.from_pretrained(base, ".")  # this folder
 
 
 def _on_hub(name: str) -> str | None:
-    """Return the Hugging Face id of a base model's name in the run config, or None."""
+    """Return the Hugging Face id for a base model's name in the run config, or None."""
     name = hub_id(name)
     return name if "/" in name and is_id(name) else None
 
 
 def _stored(directory: Path) -> str:
-    """Describe the GGUF file that a checkpoint was converted from; empty if there is none."""
+    """Return a note on the GGUF file that a checkpoint was converted from, or an empty string."""
     origin = origin_of(directory)
     return f" (GGUF, {origin['quantization']}; SHA-256 {origin['sha256']})" if origin else ""
 
@@ -88,8 +88,8 @@ def merged_card(
 
     ``adapter`` is the adapter's folder, ``base`` the base model's name, ``directory`` its
     checkpoint, and ``quantization`` its quantisation in training. ``losses`` maps clients to the
-    held-out losses, in nats per token, of the base model and of the adapter. The adapter's own
-    card, with data sizes and run config, is at the end.
+    held-out losses, in nats per token, of the base model and of the adapter. The adapter's
+    card, with data sizes and run config, is appended.
     """
     found = _metadata_of(directory)
     licence = found.get("license")
@@ -133,7 +133,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def _metadata_of(directory: Path) -> dict[str, Any]:
-    """Return the metadata of a checkpoint's README.md; empty if it has none."""
+    """Return the metadata of a checkpoint's README.md, or an empty dict if it has none."""
     file = directory / "README.md"
     if not file.is_file():
         return {}
@@ -145,7 +145,7 @@ def _metadata_of(directory: Path) -> dict[str, Any]:
 
 
 def _described(directory: Path) -> str:
-    """Return an adapter's own card without metadata and code, as a section."""
+    """Return an adapter's card as a section, without metadata and code."""
     file = directory / "README.md"
     if not file.is_file():
         return ""

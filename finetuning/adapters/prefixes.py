@@ -35,8 +35,8 @@ def prefix_cache(
     """Return a key-value cache that makes blocks compute as if the prefixes preceded the tokens.
 
     The ``DynamicCache`` is for one forward pass; gradients flow back through it to the prefixes.
-    ``prefixes`` maps a block's number in the whole model to (length, 2 · heads · width), or to
-    (rows, length, 2 · heads · width) if each row has its own prefix. The cache's type is ``dtype``.
+    ``prefixes`` maps a block's number in the whole model to a tensor (length, 2 · heads · width) or
+    (rows, length, 2 · heads · width) if each row has its own prefix.
     """
     from transformers import DynamicCache
 
@@ -62,7 +62,7 @@ def _keys_and_values(
 
 
 def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
-    """Apply dropout to a prefix, (length, columns), for each row; return (rows, length, columns).
+    """Apply dropout to a (length, columns) prefix for each row; return (rows, length, columns).
 
     The prefix is returned unchanged if the rate is 0.
     """

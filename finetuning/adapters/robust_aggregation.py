@@ -18,9 +18,9 @@ import torch
 from finetuning.adapters.adapter import State
 
 # Maximum ratio of an update's norm to the median norm. Norms of honest clients with equal numbers
-# of steps differ by a factor below 2; with Adam, a norm grows at most in proportion to the steps.
+# of steps differ by a factor below 2; with Adam, a norm grows at most linearly with the steps.
 MAX_DISTANCE = 10.0
-# Ratio of J to the typical J above which a weight's J is excessive, and maximum ratio of the sum of
+# Ratio to the typical value above which importance J is excessive, and maximum ratio of the sum of
 # a client's excess to the sum of the rest. Honest clients reach 0.043 (docs/robustness.md).
 _MAX_IMPORTANCE = 5.0
 _MAX_ABOVE = 0.1
@@ -86,7 +86,7 @@ def typical_importance(values: torch.Tensor) -> torch.Tensor:
 
 
 class ImportanceCap:
-    """Finds clients with exaggerated importance J, and caps J for each weight of these clients.
+    """Find clients with exaggerated importance J, and cap J for each weight of these clients.
 
     J of single weights is heavy-tailed even for honest clients. Therefore a client's J is accepted
     unchanged unless the amounts above 5 times the typical values sum to more than a tenth of the

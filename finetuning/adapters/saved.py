@@ -84,7 +84,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         name, value = next(iter(sorted(different.items())))
         raise AdapterError(
             f"the adapter in {directory} has {name} = {value!r}; only plain LoRA and prefixes, as "
-            "runs export them, are supported. Load other adapters with PEFT itself"
+            "exported by runs, are supported; load other adapters with PEFT"
         )
     try:
         state = load_file(directory / _WEIGHTS)
@@ -123,7 +123,7 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
 
 
 def check_folder(directory: Path) -> None:
-    """Raise an AdapterError if an adapter's files are missing; import no heavy library.
+    """Raise an AdapterError if an adapter's files are missing, without importing PyTorch.
 
     The message names adapters found in subfolders.
     """

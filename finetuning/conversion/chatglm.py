@@ -16,7 +16,7 @@ from finetuning.conversion.plan import ConversionError, Plan, sizes
 
 Version = Literal[2, 3]
 
-# A TOML file, because app bundles leave out .jinja files, and a worker's code must equal the app's.
+# Not a .jinja file: Flower's app bundles leave those out, and a worker's code must equal the app's.
 _TEMPLATES = Path(__file__).parent / "chat_templates.toml"
 
 _SIZES = {
@@ -130,9 +130,9 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
 def _refuse_others(config: Mapping[str, Any]) -> None:
     if "position_encoding_2d" in config or "max_sequence_length" in config:
         raise ConversionError(
-            "ChatGLM-6B (the first version) uses two-dimensional positions and an attention that "
-            "no class of transformers supports; instead, convert ChatGLM2-6B or ChatGLM3-6B, or "
-            "use GLM-4-9B-hf without conversion"
+            "ChatGLM-6B (the first version) uses two-dimensional positions and attention that no "
+            "class of transformers supports; convert ChatGLM2-6B or ChatGLM3-6B instead, or use "
+            "GLM-4-9B-hf without conversion"
         )
     if config.get("padded_vocab_size") == 151552:
         raise ConversionError(
@@ -153,7 +153,7 @@ def _version(names: str) -> Version:
     found = set(re.findall(r"chatglm([23])", names.lower()))
     if len(found) != 1:
         raise ConversionError(
-            "neither config.json nor the folder's name tells ChatGLM2 from ChatGLM3, whose prompts "
-            "differ; add --chatglm-version 2 or 3"
+            "neither config.json nor the folder's name shows whether this is ChatGLM2 or ChatGLM3, "
+            "whose prompts differ; add --chatglm-version 2 or 3"
         )
     return 2 if found == {"2"} else 3

@@ -28,9 +28,9 @@ def convert(
     """Write an equivalent checkpoint that ``transformers`` loads without remote code.
 
     Tensors keep their precision. Memory is needed for one source tensor and one target file, which
-    has at most ``shard_bytes`` or one tensor. A source file in PyTorch's old format (not zip) is
-    loaded as a whole. The target folder appears only when it is complete. ``version`` is
-    ChatGLM's; it is required if neither ``config.json`` nor the folder's name contains it.
+    has at most ``shard_bytes``, or one larger tensor. A source file in PyTorch's old format (not
+    zip) is loaded as a whole. The target folder appears only when it is complete. ``version`` is
+    ChatGLM's, and is required if neither ``config.json`` nor the folder's name contains it.
 
     Raise a ConversionError, and write nothing, if the checkpoint can't be converted.
     """
@@ -136,7 +136,7 @@ def _note(plan: Plan, config: Mapping[str, Any], source: Path, files: list[Path]
         f"# {plan.model}, converted to {plan.config.architectures[0]}",
         "",
         "This checkpoint computes what the original does, with a class of `transformers` instead "
-        "of the original's own code. The original's licence applies.",
+        "of the original's code. The original's licence applies.",
         "",
         f"- Original: `{config.get('_name_or_path') or source.name}`",
         f"- Converted by: Chambers {version_of('chambers')}, transformers "

@@ -35,8 +35,8 @@ class Plan:
 def sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     """Return values of a source's ``config.json`` under their names in transformers.
 
-    ``keys`` maps names in the source to names in transformers. A ConversionError is raised if a
-    value is missing.
+    ``keys`` maps names in the source to names in transformers. Raise a ConversionError if a value
+    is missing.
     """
     missing = sorted(keys.keys() - config.keys())
     if missing:

@@ -100,7 +100,7 @@ def _encoder(proto: Any, file: Path) -> Any:
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
-    # Like every fast tokenizer, match these pieces in texts, and begin a word after each match.
+    # As in every fast tokenizer, these pieces are found in texts, and a word begins after each.
     for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
         tokens = [p.piece for p in proto.pieces if p.type == kind]
         special = kind != _USER_DEFINED

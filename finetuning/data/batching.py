@@ -97,7 +97,7 @@ def micro_batches(
     """Divide examples or prompts into batches of at most ``token_budget`` padded tokens.
 
     Examples are sorted by length, which reduces padding. The first batch has the longest examples,
-    so out-of-memory errors occur immediately. An example above the budget has its own batch.
+    so out-of-memory errors occur immediately. An example above the budget is a batch by itself.
     ``indices`` are the examples' indices in ``columns``, the number of columns of each example:
     prefix, tokens, and tokens to be generated. A batch has at most ``most_rows`` rows.
     """
@@ -138,7 +138,7 @@ def _steps_per_epoch(examples: int, settings: TrainSettings) -> int:
 
 
 def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[list[int]]:
-    """Order an epoch: shuffle, sort by length within large groups, shuffle the batches."""
+    """Order an epoch: shuffle, sort by length within large groups, and shuffle the batches."""
     random = np.random.default_rng(seed)
     order = random.permutation(len(lengths)).tolist()
     size = settings.batch_size

@@ -44,7 +44,7 @@ class CandidateBatch:
         return len(self.endings) // len(self.beginnings)
 
     def tokens_kept(self, columns_before: int) -> int:
-        """Return the number of padded tokens kept for each beginning with its endings and prefixes.
+        """Return the number of padded tokens of a beginning with its endings and prefixes.
 
         Each ending needs its own copy of the beginning's keys and values.
         """

@@ -136,7 +136,7 @@ def _check_turns(turns: Any) -> tuple[dict[str, str], ...]:
         raise DataError("'messages' must be a list of turns")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or turn.get("role") not in _ROLES:
-            raise DataError(f"turn {number} of 'messages' needs a role among {', '.join(_ROLES)}")
+            raise DataError(f"turn {number} of 'messages' needs the role system, user or assistant")
         if not isinstance(turn.get("content"), str):
             raise DataError(f"turn {number} of 'messages' needs text as 'content'")
         check_characters(f"turn {number} of 'messages'", turn["content"])

@@ -65,7 +65,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
     An empty prediction scores 0. Raise an EncoderError if the encoder can't be loaded, or doesn't
     have the layer.
     """
-    # Exclude empty texts, for which the library warns and would compare a single token.
+    # Exclude empty texts, for which the library would warn and compare a single token.
     kept = [(p, r) for p, r in zip(predictions, references, strict=True) if p.strip()]
     if not kept:
         return 0.0
@@ -79,7 +79,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], encoder: En
 
 @functools.lru_cache(maxsize=1)
 def _scorer(name: str, layer: int) -> Any:
-    """Load an encoder; the result is cached, as loading takes longer than scoring a few texts."""
+    """Load an encoder, and cache it, because loading takes longer than scoring a few texts."""
     from bert_score import BERTScorer
 
     scorer = BERTScorer(model_type=name, num_layers=layer)

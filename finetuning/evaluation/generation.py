@@ -52,12 +52,12 @@ def generate_texts(
 
     Each prompt, (tokens,) int64, is continued by at most ``max_new`` tokens. A batch has at most
     ``batch_size`` prompts and ``max_tokens`` padded tokens, including prefix and new tokens; a
-    longer prompt gets its own batch. ``settings`` are arguments of ``generate``; see `GREEDY` and
+    longer prompt is a batch by itself. ``settings`` are arguments of ``generate``; see `GREEDY` and
     `sampling`. ``before_batch`` is called with the number of each batch before it is processed, and
     ``finished`` with the batch's number of prompts after it is processed.
 
-    The texts have no special tokens. With ``exactly``, they continue to the end of the text instead
-    of to the end of the answer, and keep surrounding whitespace.
+    The texts contain no special tokens. With ``exactly``, the chat template's end mark doesn't end
+    a text, and surrounding whitespace isn't removed.
     """
     if not exactly:
         # A base model's template can use an end mark other than the checkpoint's (`<|im_end|>`).

@@ -26,7 +26,7 @@ from finetuning.model.whole_model import WholeModel
 from finetuning.progress import progress_bar
 from finetuning.tasks.scoring import Model
 
-# Defaults of the harness for tasks and models without limits of their own.
+# Defaults of the harness for tasks and models without limits.
 _NEW_TOKENS = 256
 _LENGTH = 2048
 _TEXTS_AT_ONCE = 64

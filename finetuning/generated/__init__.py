@@ -1,7 +1,7 @@
 """Texts of three institutions in three styles, and neutral text, generated from word lists.
 
-The texts replace the private data of figure 1 of the FedJudge paper, and need neither files nor
-network access. The institutions are a court that writes court views (its reasoning on a case), a
+The texts replace the private data of figure 1 of the FedJudge paper, and need no network
+access. The institutions are a court that writes court views (its reasoning on a case), a
 consultancy that answers laypeople, and a law school that reasons step by step. The same people,
 towns, offences and sums occur in all texts. A model can be pre-trained on the `background` texts.
 """

@@ -75,7 +75,7 @@ def locate(name: str) -> Path:
 
 
 def reference(name: str, directory: Path) -> str:
-    """Return a base model's Hugging Face id, or the model's directory if ``name`` isn't an id."""
+    """Return a base model's Hugging Face id, or its directory if ``name`` isn't an id."""
     name = resolve(name)
     return name if is_id(name) else str(directory)
 
@@ -83,7 +83,7 @@ def reference(name: str, directory: Path) -> str:
 def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
-    Raise a BaseModelError if there is no end-of-text token, or no fast tokenizer, for offsets.
+    Raise a BaseModelError if there is no end-of-text token, or no fast tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -215,7 +215,7 @@ def refuse_unless_text(config: Any, directory: Path) -> None:
     """Raise a BaseModelError if a configuration's model also accepts images or sound."""
     if config.get_text_config() is not config:
         raise BaseModelError(
-            f"the model in {directory} is not for text alone ({config.model_type}); save its "
+            f"{directory} does not contain a text-only model ({config.model_type}); save its "
             "language model as a separate checkpoint, and use that checkpoint"
         )
 

@@ -22,7 +22,7 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
 
     Equal checkpoints have equal fingerprints, regardless of sharding. Tensors that are not among
     ``names`` are neither read nor included; None includes all. Digests are hexadecimal. Tensors'
-    digests are cached by the files' paths, sizes and modification times, to save time.
+    digests are cached by the files' paths, sizes and modification times.
     """
     files = sorted(directory.glob(WEIGHTS))
     wanted = None if names is None else sorted(names)
@@ -74,7 +74,7 @@ def tensor_digest(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[tor
 
 
 def _chat_template(directory: Path) -> str:
-    """Return the template from either of its possible files, or an empty text."""
+    """Return the template from either of its possible files, or an empty string."""
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")

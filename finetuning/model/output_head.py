@@ -23,7 +23,7 @@ _WEIGHT_BYTES = 16 * 2**20  # size of the parts in which a matrix is converted t
 
 
 class _Backbone(torch.nn.Module):
-    """Module that calls a function for hidden states and a cache, instead of a model's blocks."""
+    """A module that replaces a model's blocks with a function."""
 
     def __init__(self, compute: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]]) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ _MAX_EXTRA = 2
 
 
 def trained_positions(directory: Path) -> float:
-    """Return the maximum length of a row, in positions, without loss of quality; inf: no limit."""
+    """Return the maximum row length without loss of quality, in positions; inf if unlimited."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
@@ -35,8 +35,8 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     Models with computed (rotary) positions accept rows longer than those of their training, with
     lower quality; for such rows, a warning is logged. The model is rejected if a long row changes
     the positions of all rows of a batch, so that a row's gradient would depend on other rows. A
-    prefix takes the first positions (FL-GLM section 3.1, as in PEFT). ``row`` maps the key of a
-    setting, which messages name, to the maximum number of positions that it adds to a row.
+    prefix takes the first positions (FL-GLM section 3.1, as in PEFT). ``row`` maps a setting's
+    key, for messages, to the maximum number of positions that the setting adds to a row.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

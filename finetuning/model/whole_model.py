@@ -113,8 +113,8 @@ class WholeModel:
     def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the log-probabilities of candidate answers without dropout.
 
-        Return (targets,) the log-probability of each target in nats, and (targets,) whether no
-        token is more likely.
+        Return each target's log-probability in nats, and whether no token is more likely; both are
+        (targets,).
         """
         with self._mode(training=False):
             with self._autocast():
@@ -182,7 +182,7 @@ class WholeModel:
 
         Padding follows a row's tokens, so causal attention never reads padding, and padding
         predicts no target. Therefore no mask is needed, and attention can skip everything above the
-        diagonal. With prefixes, tokens' positions are counted from the end of the prefixes.
+        diagonal. With a prefix, the position of the first token is the prefix's length.
         """
         inputs = without_cache(self._backbone)
         if self._prefix is not None:

@@ -58,7 +58,7 @@ def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[st
 def generated(
     questions: Sequence[Question], predictions: Sequence[str], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the named scores of `score` for answers that are generated."""
+    """Return the named scores of `score` for generated answers."""
     scores = score(predictions, [question.answers[0] for question in questions])
     return {name: scores[name] for name in names}
 

@@ -111,7 +111,7 @@ def score_answers(task: Task, questions: Sequence[Question], answers: Answers) -
 
 
 def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float]:
-    """Return the metrics if every answer is the most frequent class; empty without classes."""
+    """Return the metrics of always answering with the most frequent class; {} without classes."""
     if not task.has_classes:
         return {}
     # A class is the index of a candidate, or None if no candidate is right.

@@ -2,7 +2,7 @@
 
 from tests.accelerator.device import install
 
-device = install()  # before what imports libraries
+device = install()  # before libraries are imported
 
 from client_app.worker import main  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""What the tests of accelerators share: the fake one, and a small checkpoint with its adapter."""
+"""Fixtures of the accelerator tests: devices, and a small checkpoint with its adapter."""
 
 import warnings
 from collections import Counter
@@ -28,25 +28,25 @@ def _fake(request: pytest.FixtureRequest) -> FakeAccelerator:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> FakeAccelerator:
-    """The fake accelerator; a test is skipped without it."""
+    """Return the fake accelerator, or skip the test if it is not installed."""
     return _fake(request)
 
 
 @pytest.fixture
 def any_device(request: pytest.FixtureRequest) -> FakeAccelerator | GPUs:
-    """The GPUs of this machine, if it has any; else the fake accelerator."""
+    """Return the GPUs of this machine if it has any, else the fake accelerator."""
     return GPUs() if torch.version.cuda and torch.cuda.is_available() else _fake(request)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_parts() -> None:
-    """Forget the parts that an earlier test has loaded, perhaps without a device."""
+    """Clear the cache of parts, which an earlier test may have loaded without a device."""
     clients._ends.cache_clear()
 
 
 @contextmanager
 def _waits_of_cuda() -> Iterator[list[str]]:
-    """Yield the list of places at which the host has waited for a real GPU since."""
+    """Yield a list of the places where the host waits for a real GPU within the context."""
     found: list[str] = []
 
     def show(message: Warning | str, _: object, file: str, line: int, *__: object) -> None:
@@ -65,9 +65,9 @@ def _waits_of_cuda() -> Iterator[list[str]]:
 
 @pytest.fixture
 def assert_waits(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return a function that asserts how often the host waits in each further step or token.
+    """Return a function that limits how often the host waits in each additional step or token.
 
-    The fake accelerator reports waits, and so does a real GPU if there is one.
+    Waits are reported by the fake accelerator, or by a real GPU if there is one.
     """
     found = _installed(request.config)
     if isinstance(found, FakeAccelerator):
@@ -78,7 +78,7 @@ def assert_waits(request: pytest.FixtureRequest) -> Callable[..., None]:
         pytest.skip(found)
 
     def check(run: Callable[[int], object], first: int, second: int, most: float) -> None:
-        run(first)  # what is done once has been done
+        run(first)  # so that one-time work is done
         counts = []
         for count in (first, second):
             with watch() as places:

@@ -1,6 +1,6 @@
 """Build and install the fake accelerator of ``device.cpp``: devices ``cuda:0`` and ``cuda:1``.
 
-Install it before anything but torch and bitsandbytes is imported: libraries ask on import whether
+Install it before importing anything but torch and bitsandbytes: on import, libraries check whether
 there is a GPU.
 """
 
@@ -31,7 +31,7 @@ class NotBuiltError(Exception):
 
 
 def build() -> Path:
-    """Compile the library unless the cache has it for this source and this version of torch.
+    """Compile the library, or find it in the cache for this source and version of torch.
 
     Raises:
         NotBuiltError: There is no compiler, or torch already has kernels for CUDA.
@@ -60,9 +60,9 @@ def build() -> Path:
 
 
 class GPUs:
-    """The GPUs of this machine, for the tests that need nothing from a fake accelerator."""
+    """The GPUs of this machine, for tests that don't require the fake accelerator."""
 
-    tolerance = 1e-3  # their kernels add in another order than the CPU's
+    tolerance = 1e-3  # their kernels add in a different order from the CPU's
     draws_as_cpu = False
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class GPUs:
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """Within the context, no accelerator is found."""
+        """Hide all accelerators within the context."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
             patch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -85,22 +85,22 @@ class GPUs:
 
 
 class FakeAccelerator:
-    """The installed devices: their memory, and their report of where the host waits for them."""
+    """The installed devices, which report their memory, and where the host waits for them."""
 
     tolerance = 1e-5
-    draws_as_cpu = True  # the same random numbers from the same seed
+    draws_as_cpu = True  # a seed gives the same random numbers as on the CPU
 
     def __init__(self, library: Path, devices: int) -> None:
         self._library = ctypes.CDLL(str(library))
         self._own: Any = torch.ops.fake_device
         self.devices = devices
-        self.has_bfloat16 = True  # natively
+        self.has_bfloat16 = True  # whether it is supported natively
         self._own.install()
         self._own.set_device_count(devices)
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """Within the context, there is no device, as for a process without a GPU."""
+        """Hide the devices within the context, as in a process without a GPU."""
         self._own.set_device_count(0)
         try:
             yield
@@ -109,7 +109,7 @@ class FakeAccelerator:
 
     @contextmanager
     def room(self, index: int, free: int) -> Iterator[None]:
-        """Within the context, a device has only so many bytes free."""
+        """Leave only ``free`` bytes of a device's memory free within the context."""
         before = self._own.limit(index)
         self._own.set_limit(index, self._own.used(index) + free)
         try:
@@ -119,7 +119,7 @@ class FakeAccelerator:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Within the context, every operator raises AcceleratorError, as after a failed kernel."""
+        """Make operators raise AcceleratorError within the context, as after a failed kernel."""
         self._own.set_broken(True)
         try:
             yield
@@ -138,7 +138,7 @@ class FakeAccelerator:
 
     @contextmanager
     def waits(self) -> Iterator[list[str]]:
-        """Yield the list of the host's waits since: the line of this project, and the reason."""
+        """Yield a list of the host's waits within the context: each one's line and reason."""
         found: list[str] = []
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
@@ -154,7 +154,7 @@ class FakeAccelerator:
 
 
 def _line() -> str:
-    """Return the innermost line of this project, else the innermost one of a library."""
+    """Return the innermost line of this project on the stack, else the innermost of a library."""
     lines = []
     frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
@@ -174,7 +174,7 @@ def install(devices: int = 2) -> FakeAccelerator:
 
     """
     library = build()
-    # It chooses its kernels when it is imported: those for the CPU as long as there is no GPU.
+    # bitsandbytes chooses its kernels on import; without a GPU, it chooses those for the CPU.
     import bitsandbytes  # noqa: F401
 
     late = {"transformers", "accelerate", "peft"} & set(sys.modules)
@@ -182,7 +182,7 @@ def install(devices: int = 2) -> FakeAccelerator:
     device = FakeAccelerator(library, devices)
     for name, function in _functions(device).items():
         setattr(torch.cuda, name, function)
-    # Its functions for all devices call the one for each in their own module.
+    # The functions for all devices in ``torch.cuda.random`` call these functions of that module.
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     _clone_storages()
@@ -190,7 +190,7 @@ def install(devices: int = 2) -> FakeAccelerator:
 
 
 def _clone_storages() -> None:
-    """Make ``copy.deepcopy`` of a device's tensor work, whose storage only CUDA can allocate."""
+    """Make ``copy.deepcopy`` work for a device's tensors, whose storage only CUDA can clone."""
     plain = torch.UntypedStorage.clone
 
     def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -216,7 +216,7 @@ def _functions(device: FakeAccelerator) -> dict[str, Any]:
         return int(own.exchange_device(index) if index >= 0 else own.current_device())
 
     class Device:
-        """``torch.cuda.device``: a context with a device as the current one."""
+        """``torch.cuda.device``: a context in which a device is the current one."""
 
         def __init__(self, device: Any) -> None:
             self.idx = index_of(device)

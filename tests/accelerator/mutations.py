@@ -28,7 +28,7 @@ from tests.accelerator.device import install
 
 _ROOT = Path(__file__).parents[2]
 _FUNCTIONS = {"to_device", "to_device_together", "send_to_device"}
-# Files whose tensors never leave the CPU, and the definitions of these functions.
+# Files whose tensors never leave the CPU, and the file that defines these functions.
 _EXCEPT = {
     "finetuning/conversion",
     "finetuning/devices.py",
@@ -55,7 +55,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, order=True)
 class Conversion:
-    """A conversion in a file of the project, by the position at which its code ends."""
+    """A conversion in a file of the project, identified by the position where its code ends."""
 
     file: str
     line: int
@@ -81,7 +81,7 @@ def conversions() -> list[Conversion]:
 
 
 def without_conversion(call: ast.Call) -> ast.expr | None:
-    """Return a call without the conversion that it is or has; None if there is none."""
+    """Return a call without its conversion; None if it neither is nor contains one."""
     function = call.func
     if isinstance(function, ast.Name) and function.id in _FUNCTIONS:
         return call.args[0]
@@ -96,7 +96,7 @@ def without_conversion(call: ast.Call) -> ast.expr | None:
     kept = [
         keyword
         for keyword in call.keywords
-        # What is always on one device needs no conversion.
+        # A constant device is not a conversion.
         if keyword.arg != "device" or isinstance(keyword.value, ast.Constant)
     ]
     return None if len(kept) == len(call.keywords) else ast.Call(function, call.args, kept)
@@ -147,7 +147,7 @@ class _Loader(SourceFileLoader):
 
 
 def failure(conversion: Conversion | None) -> str:
-    """Return how the tests fail without a conversion, in one line; empty if they pass."""
+    """Describe in a line how the tests fail without a conversion; empty if they pass."""
     in_split = conversion is not None and conversion.file.startswith("split/")
     tests = ["-k", "split or noise"] if in_split else []
     with TemporaryFile() as output:
@@ -171,13 +171,13 @@ def failure(conversion: Conversion | None) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print how the tests notice that each conversion is missing; return 0 if enough are."""
+    """Print how tests fail without each conversion; return 0 if enough are noticed."""
     install()
     for name in _LIBRARIES:
         importlib.import_module(name)
     chosen = [each for each in conversions() if all(text in str(each) for text in arguments)]
     files = {each.file.removesuffix(".py").replace("/", ".") for each in chosen}
-    assert not files & set(sys.modules), "what is imported can't be changed any more"
+    assert not files & set(sys.modules), "imported files can't be changed"
     started = time.monotonic()
     unnoticed = 0
     with ThreadPoolExecutor(2) as pool:

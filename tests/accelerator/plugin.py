@@ -20,8 +20,8 @@ except NotBuiltError as error:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave the devices, or the reason why there are none, to the fixtures."""
+    """Store the devices, or the reason why there are none, for the fixtures."""
     config.stash[DEVICE] = _found
-    # In CI, which installs a compiler, tests aren't skipped for the lack of one.
+    # CI installs a compiler, so a missing one is an error there.
     if isinstance(_found, str) and "CHAMBERS_CI" in os.environ and not torch.version.cuda:
         raise pytest.UsageError(_found)

@@ -1,4 +1,4 @@
-"""What fits in a device's memory, and what happens where something doesn't."""
+"""The memory that a device needs, and errors if it has too little or a kernel fails."""
 
 import signal
 import subprocess
@@ -54,7 +54,7 @@ def test_scoring_makes_no_float32_copy_of_the_output_head(device):
 
 
 def test_a_client_says_what_did_not_fit(device, site, caplog):
-    """The coordinator gets no more; the client's own log has everything."""
+    """The coordinator gets only a summary; the client's log has the full error."""
     assert ARRAYS in site.ask("train").content
     with device.room(0, 1_000):
         problem = site.refusal("train")
@@ -88,12 +88,12 @@ def test_a_client_learns_that_the_server_has_no_room(device, base, beginning, sc
                 train("beta", leave_little)
         (account,) = server.finish_lanes()
         assert remedy in account.error
-        assert device.used(1) <= used, "nothing is kept"
+        assert device.used(1) <= used, "memory was not freed"
         assert not train("gamma"), "with room, the server trains the next client"
 
 
 def test_a_worker_ends_after_a_failed_kernel(device, site, tmp_path):
-    """It answers first. A supervisor starts it again, and the next one can use the device."""
+    """The worker answers first. A supervisor restarts it, and it can use the device again."""
     socket = tmp_path / "worker.sock"
     module = "tests.accelerator.broken_worker"
     with subprocess.Popen([sys.executable, "-m", module, str(socket)], cwd=ROOT) as process:
@@ -106,10 +106,10 @@ def test_a_worker_ends_after_a_failed_kernel(device, site, tmp_path):
 def test_a_server_ends_after_a_failed_kernel(
     device, deep_checkpoint, tmp_path, capsys, monkeypatch
 ):
-    """A supervisor starts it again; its clients need new invitations."""
+    """A supervisor restarts the server; its clients need new invitations."""
     monkeypatch.setattr(
         signal, "signal", lambda *_: None
-    )  # this process's signals stay as they are
+    )  # leave this process's signal handlers unchanged
     words = ["--model", deep_checkpoint, "--clients", "court", "--listen", "127.0.0.1:0"]
     words += ["--invitations", tmp_path]
     with ExitStack() as stack:

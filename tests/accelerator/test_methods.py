@@ -1,7 +1,7 @@
-"""Both methods have the results of the CPU in float32, on two fake devices or on real GPUs.
+"""Both methods give the same float32 results on two fake devices, or real GPUs, as on the CPU.
 
-Everything is real: models, adapters, optimizers, lanes. Tests of single functions are elsewhere;
-these run each path to and from a device once.
+Models, adapters, optimizers and lanes are real. These tests run each path to and from a device
+once; tests of single functions are elsewhere.
 """
 
 import math
@@ -77,7 +77,7 @@ def evaluated(model) -> dict:
 
 
 def train_whole(base, kind, state, draws_as_cpu) -> dict:
-    """Train two rounds of a whole model; return losses, weights, optimizer, and its evaluation."""
+    """Train a whole model for two rounds; return losses, weights, optimizer and evaluation."""
     settings = ModelSettings(
         name=str(base), dtype="float32", gradient_checkpointing=kind == "checkpointing"
     )
@@ -128,7 +128,7 @@ def test_a_whole_model(any_device, base, beginning, kind):
 
 
 def test_mixed_precision(any_device, base, beginning):
-    """PEFT by itself would convert the inputs of LoRA to float32."""
+    """The inputs of LoRA are bfloat16; by default, PEFT would convert them to float32."""
     model = load_base_model(ModelSettings(name=str(base), dtype="bfloat16")).model
     peft_model = attach_adapter(model, ADAPTER, "base")
     load_adapter(peft_model, beginning)
@@ -146,13 +146,13 @@ def test_mixed_precision(any_device, base, beginning):
 
 
 def train_split(base, adapter, state, **settings) -> dict:
-    """Train two clients of a split model; return losses, weights, optimizers, and an evaluation."""
+    """Train two clients of a split model; return losses, weights, optimizers and evaluation."""
     split = split_settings(window=2, **settings)
     checkpointing = split.schedule == "serial" and adapter.kind == "lora"
     model = MODEL.model_copy(update={"gradient_checkpointing": checkpointing})
     parts = take_apart(state, partition_of(base, split))
     own = parts["head"] | parts["tail"]
-    clients._ends.cache_clear()  # on the devices of the run before
+    clients._ends.cache_clear()  # they are on the devices of the last run
     members = {name: Client(name, base, split, adapter, model) for name in SIZES}
     results: dict = {}
     with serving(base, state, split, adapter, TRAIN, len(SIZES), model=model) as server:
@@ -209,7 +209,7 @@ def test_a_split_model(any_device, base, beginning, schedule, kind, devices):
 
 
 def test_noise_on_hidden_states(any_device, base, beginning):
-    """It is secret, so that it can't be compared: what is on the lane must be finite."""
+    """The noise is secret, so results can't be compared; they must only be finite."""
     split = split_settings(body_devices=last_devices(any_device, 1))
     with serving(base, beginning, split) as server:
         server.begin_round({"alpha": 9}, 0)

@@ -66,12 +66,12 @@ def test_a_generated_token(assert_waits, model):
     def run(count: int) -> None:
         model.generate(tokens, mask, count, min_new_tokens=count, do_sample=False, pad_token_id=0)
 
-    assert_waits(run, 8, 40, most=1.25)  # now and then, the end is looked for twice
+    assert_waits(run, 8, 40, most=1.25)  # occasionally, the end is checked twice
 
 
 @pytest.mark.parametrize("schedule", ["serial", "client-batch", "hierarchical"])
 def test_a_split_step_of_client_and_server(assert_waits, base, beginning, schedule):
-    """The client reads losses and norm, and the server the norm of each of its devices."""
+    """The client waits for losses and the norm; the server waits for the norm on each device."""
     dtype = MODEL.model_copy(update={"dtype": "bfloat16"})
     split = split_settings(schedule=schedule, wire_dtype="bfloat16")
 

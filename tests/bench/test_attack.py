@@ -59,7 +59,7 @@ def test_a_decoder_reads_hidden_states_and_nothing_in_sealed_records(deep_checkp
         given = seen(head_outputs(head, colluding), wire)
         decoder = train_decoder(given, colluding, "linear", seed=0, passes=8)
         found = decoder.read(seen(head_outputs(head, attacked), wire))
-        # Texts begin with the same tokens, whose places are known.
+        # Texts begin with the same tokens, whose positions are known.
         pairs = zip(found, attacked, strict=True)
         equal = torch.cat([(a == b)[len(BEGINNING) :] for a, b in pairs])
         return float(equal.float().mean())
@@ -70,7 +70,7 @@ def test_a_decoder_reads_hidden_states_and_nothing_in_sealed_records(deep_checkp
 
 
 @pytest.mark.parametrize(("tail_blocks", "wire"), [(0, "int8"), (1, "bfloat16"), (2, "float32")])
-def test_the_gradient_tells_the_labels(deep_checkpoint, tail_blocks, wire):
+def test_the_gradient_reveals_the_labels(deep_checkpoint, tail_blocks, wire):
     parts = parts_of(deep_checkpoint, tail_blocks=tail_blocks)
     for part in parts.values():
         part.train(False)

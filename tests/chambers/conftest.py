@@ -71,7 +71,7 @@ def run_folder(base, tmp_path_factory) -> Path:
 
 @contextmanager
 def serve(*words: str | Path, log: Path):
-    """Run ``chambers serve``, and return its process once it serves."""
+    """Run ``chambers serve``, and return its process once it is ready."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "chambers", "serve", *map(str, words)],

@@ -1,4 +1,4 @@
-"""``chambers api``: OpenAI's own client, and clients that ask for what isn't allowed."""
+"""``chambers api``: OpenAI's client, other clients, and requests that are refused."""
 
 import json
 import os
@@ -41,7 +41,7 @@ KEY = "0123456789abcdef"
 
 @contextmanager
 def answering(*words, key=None, **limits):
-    """Answer in this process, as the command does; yield OpenAI's client and the answerer."""
+    """Answer in this process as the command does; yield OpenAI's client and the answerer."""
     sources = parse(["api", *map(str, words)]).sources()
     tokenizer = load_tokenizer(next(iter(sources.values())).directory)
     given = {"batch_size": 8, "queue": 64, "max_prompt_length": 64, "max_new_tokens": 100} | limits
@@ -84,7 +84,7 @@ def text_of(reply):
 
 
 def generated(capsys, *words):
-    """Return what ``chambers generate`` says to each question."""
+    """Return the answer of ``chambers generate`` to each question."""
     words = ("generate", "--max-new-tokens", str(TOKENS), "--batch-size", "1", *words)
     return [told(capsys, *words, question).strip() for question in QUESTIONS]
 
@@ -141,7 +141,7 @@ def test_drafts_change_neither_answers_nor_log_probabilities(run_folder, tmp_pat
 
 
 def test_adapters_that_are_equal_at_the_server_differ_here(run_folder, tmp_path):
-    """As after a serial round: the body is shared, heads and tails are each client's own."""
+    """As after a serial round, adapters share the body's tensors, and differ in heads and tails."""
     run = tmp_path / "run"
     shutil.copytree(run_folder, run)
     own, alpha = [folder / "adapter_model.safetensors" for folder in adapters(run)]
@@ -203,7 +203,7 @@ def test_answers_end_at_stop_texts_and_limits(whole):
         else:
             said, reason = text_of(reply), reply
         assert (said.strip(), reason.choices[0].finish_reason) == (before, "stop")
-    for length in (4, 12):  # of which nothing is said, although it takes several tokens
+    for length in (4, 12):  # nothing is sent, although a stop text takes several tokens
         assert text_of(ask(client, QUESTIONS[1], stop=text[:length])) == ""
         chunks = [*ask(client, QUESTIONS[1], stop=text[:length], stream=True)]
         assert not "".join(c.choices[0].delta.content for c in chunks).strip()
@@ -212,7 +212,7 @@ def test_answers_end_at_stop_texts_and_limits(whole):
 
 
 def test_log_probabilities_are_the_model_s_own(whole, base, run_folder):
-    """Checked with PEFT's model; a temperature changes the draw, not the log-probabilities."""
+    """PEFT's model is the reference; a temperature doesn't change log-probabilities."""
     client, _ = whole
     own = AutoModelForCausalLM.from_pretrained(base)
     model = PeftModel.from_pretrained(own, adapters(run_folder)[0]).eval()
@@ -274,12 +274,12 @@ def test_requests_at_once_get_their_own_answers_and_cancelled_ones_end(whole):
         return True
 
     def kept():
-        # The event loop's threads stay, and their number has a limit.
+        # Exclude the event loop's threads, whose number is limited.
         own = [t for t in threading.enumerate() if not t.name.startswith(("uvloop", "asyncio"))]
         return len(own), psutil.Process().num_fds()
 
     counts = []
-    for _ in range(2):  # the first time also opens what stays open
+    for _ in range(2):  # the first pass also opens files that stay open
         with client.copy(http_client=httpx.Client()) as own, ThreadPoolExecutor(16) as pool:
             assert all(pool.map(partial(answer, own), range(50)))
         wait_until(lambda: not answerer.waiting, 60)
@@ -309,7 +309,7 @@ BAD = {
     "max_tokens": ({"max_tokens": 10**9}, 400, "at most 100"),
     "no tokens": ({"max_tokens": 0}, 400, "greater than or equal to 1"),
     "type": ({"temperature": "0"}, 400, "temperature: Input should be a valid number"),
-    "role": ({"messages": [{"role": "x", "content": "a"}]}, 400, "role among"),
+    "role": ({"messages": [{"role": "x", "content": "a"}]}, 400, "needs the role"),
     "no messages": ({"messages": []}, 400, "messages: "),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
     "tools": ({"tools": [{"type": "function"}]}, 400, "tools: "),
@@ -403,7 +403,7 @@ def test_the_page_has_all_that_it_needs(whole):
 
 @pytest.mark.slow
 def test_another_client_of_openais_api_is_answered(whole, tmp_path):
-    """With ``llm``, a command-line tool."""
+    """The client is ``llm``, a command-line tool."""
     client, _ = whole
     about = [{"model_id": "court", "model_name": "global", "api_base": str(client.base_url)}]
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(about))

@@ -68,7 +68,7 @@ def ended_at_once(stream, input_ids, *_, **__):
     return torch.ones(len(input_ids), dtype=torch.bool)
 
 
-def test_a_mistake_ends_nothing(run_folder, capsys, monkeypatch):
+def test_a_mistake_does_not_end_the_chat(run_folder, capsys, monkeypatch):
     own, _ = adapters(run_folder)
     lines = ["/use other", "/temperature 3", "court " * 5000, QUESTION]
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -83,6 +83,6 @@ def test_a_mistake_ends_nothing(run_folder, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", ["-1", "nan"])
-def test_what_can_t_be_meant_is_refused(run_folder, capsys, temperature):
+def test_invalid_arguments_are_refused(run_folder, capsys, temperature):
     own, _ = adapters(run_folder)
     assert "from 0 to 2" in refused(capsys, "chat", own, "--temperature", temperature)

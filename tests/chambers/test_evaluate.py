@@ -83,7 +83,7 @@ ALL = ("--tasks", "cb,copa,multirc,xsum", "--max-new-tokens", "4")
 
 @pytest.mark.slow
 def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_path, capsys):
-    """Of the base, the global adapter and a personalised one, in one table."""
+    """Score the base model, the global adapter and a personalised one, in one table."""
     mine = run_folder / "adapters" / "clients" / "alpha"
     words = ["evaluate", *ALL, "--data", data, "--output", tmp_path / "scores.json"]
     shown = told(capsys, *words, run_folder, mine)
@@ -107,7 +107,7 @@ def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_
     cb = whole["tasks"]["cb"]["models"]
     assert len({model["probability"] for model in cb.values()}) == 3
 
-    # The invitation's server has the global model and alpha's own.
+    # The invitation's server has the global model and alpha's personalised one.
     told(capsys, *words, "--invitation", served / "alpha.json", run_folder, mine)
     split = json.loads((tmp_path / "scores.json").read_text())
     assert all(model["split"] for model in split["models"].values())
@@ -132,7 +132,7 @@ def test_a_base_model_alone_and_a_folder_of_one_task(base, data, tmp_path, capsy
 
 
 def test_what_has_been_scored_is_kept(base, data, tmp_path, capsys):
-    """The encoder has no weights, which is noticed when the answers have been generated."""
+    """The encoder has no weights, which is noticed only after generating the answers."""
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     words = ["evaluate", *ALL, "--data", data, "--output", tmp_path / "scores.json"]
     assert main(list(map(str, [*words, "--bertscore", tmp_path, base]))) == 2
@@ -171,7 +171,7 @@ def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_can_t_be_meant_is_refused(run_folder, base, served, data, tmp_path, capsys):
+def test_invalid_arguments_are_refused(run_folder, base, served, data, tmp_path, capsys):
     short = json.loads((served / "alpha.json").read_text()) | {"max_prompt_length": 5}
     (tmp_path / "short.json").write_text(json.dumps(short))
     empty = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("adapters"))

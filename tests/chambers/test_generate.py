@@ -38,7 +38,7 @@ def rows(folder):
 
 
 def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
-    """So that both take a moment, and nothing has been started."""
+    """Help and errors appear at once, before anything is started."""
     (tmp_path / "rows.jsonl").write_text('{"instruction": "a"}\n{"output": 3}\n')
     commands = [
         ["--help"],
@@ -66,8 +66,8 @@ def test_help_and_what_is_missing_need_no_heavy_library(tmp_path):
     assert done.stdout.splitlines()[-15:] == ["0", *["2"] * 14]
 
 
-def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):
-    """Checked with nothing of ours but the prompt."""
+def test_the_whole_model_generates_as_peft_does(run_folder, base, capsys):
+    """The reference uses only the prompt from this project."""
     directory = run_folder / "adapters" / "global"
     tokenizer = load_tokenizer(base)
     whole = AutoModelForCausalLM.from_pretrained(base)
@@ -83,7 +83,7 @@ def test_the_whole_model_says_what_peft_s_own_says(run_folder, base, capsys):
     assert bare != shown
 
 
-def test_a_gguf_file_says_what_its_checkpoint_says(base, tmp_path, capsys, monkeypatch):
+def test_a_gguf_file_generates_as_its_checkpoint_does(base, tmp_path, capsys, monkeypatch):
     write_gguf(base, tmp_path / "model.gguf")
     monkeypatch.chdir(tmp_path)
     words = ["generate", *NEW, *QUESTIONS, "--model"]
@@ -114,7 +114,7 @@ def test_prompts_are_those_of_training(base, tmp_path):
     [("global", ()), ("clients/alpha", (*SAMPLED, "--seed", "7")), (None, SAMPLED)],
     ids=str,
 )
-def test_split_says_what_the_whole_model_says(
+def test_a_split_model_generates_as_the_whole_one_does(
     run_folder, base, served, tmp_path, capsys, adapter, how
 ):
     words = [*NEW, *how, "--batch-size", "2", "--file", rows(tmp_path)]
@@ -183,7 +183,7 @@ def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch
 
 @pytest.mark.slow
 def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
-    """Each with its personalised model, which the other may not choose."""
+    """Each uses its personalised model, which the other may not use."""
     file = rows(tmp_path)
 
     def words(client):
@@ -264,7 +264,7 @@ def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
         (("--model", "tiny", " "), "a prompt is empty"),
     ],
 )
-def test_what_can_t_be_meant_is_refused(capsys, words, reason):
+def test_invalid_arguments_are_refused(capsys, words, reason):
     question = () if "--file" in words else ("the court",)
     assert reason in refused(capsys, "generate", *words, *question)
 
@@ -277,14 +277,14 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     words = ["generate", "--adapter", adapter, *NEW, "the court"]
     assert "no space is left" in refused(capsys, *words, "--output", "/dev/full")
     expected = told(capsys, *words)
-    # Of the run's folder it is known which base model it is for.
+    # The run's folder records the digests of its base model.
     words = ["--model", other, "the court"]
     refusal = refused(capsys, "generate", "--adapter", adapter, *words)
     assert f"is not that of {run_folder}: the digests of lm_head.weight, " in refusal
     refusal = refused(capsys, "generate", "--invitation", served / "alpha.json", *words)
     assert "is not that of the block server at 127.0.0.1" in refusal
 
-    # So it is of a client's state; there the ends of a split model suffice.
+    # So does a client's state, in which the ends of a split model suffice.
     state = ClientState(str(tmp_path / "state"), "lineage", "alpha")
     config = parse_run_config({"strategy": "fl-glm", "model.name": str(base)})
     ends = tensors_of(base, partition_of(base, config.split), ("head", "tail"))
@@ -296,7 +296,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     refusal = refused(capsys, "generate", "--adapter", kept, *words)
     assert f"is not that of {state.directory}: the digests of lm_head.weight, " in refusal
 
-    # Elsewhere shapes tell.
+    # In other folders, only shapes show that the base model differs.
     shallow = write_checkpoint(tmp_path / "shallow", 3)
     copy = shutil.copytree(adapter, tmp_path / "copy")
     refusal = refused(capsys, "generate", "--adapter", copy, "--model", shallow, "the court")

@@ -56,7 +56,7 @@ def test_the_folder_is_a_checkpoint_with_the_adapter_s_logits(run_folder, base, 
 
 
 def test_precision_is_the_checkpoint_s_or_chosen(run_folder, base, tmp_path, capsys):
-    """A run that was trained with quantised weights is merged into the checkpoint's own."""
+    """An adapter trained on quantised weights is merged into the checkpoint's weights."""
     half = tmp_path / "half"
     write_checkpoint(half, blocks=4)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
@@ -97,7 +97,7 @@ def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):
 
 
 def test_a_copied_adapter_is_merged_with_a_warning(run_folder, base, tmp_path, capsys):
-    """Cards that are not for machines are no obstacle."""
+    """Cards without readable metadata don't prevent merging."""
     other, copied = tmp_path / "other", tmp_path / "copied"
     shutil.copytree(base, other)
     shutil.copytree(run_folder / "adapters" / "global", copied)

@@ -66,7 +66,7 @@ SAID = ("afterwards", "at the end")
 
 
 def test_lines_are_printed_once_and_say_who_was_left_out(values, tmp_path, link, capsys):
-    """Of a run that is resumed, only the new lines are printed."""
+    """If a run is resumed, only new lines are printed."""
     values["strategy"] = "fedjudge-base"
     problems = iter(["", "[red]\x1b[2J too hot"])
 
@@ -99,7 +99,7 @@ def test_the_losses_of_many_clients_are_averaged():
     finished = {"event": "round", "round": 1, "participants": clients, "seconds": 3.0}
     lines = list(run_lines({"rounds": 2}, [finished, *trained]))
     assert lines == ["round 1 of 2: trained in 3 s; training loss 2.000, mean of 5 clients"]
-    assert not list(run_lines({"rounds": 2}, [finished, *trained[:-1]])), "it isn't complete"
+    assert not list(run_lines({"rounds": 2}, [finished, *trained[:-1]])), "the round is incomplete"
 
 
 def test_the_live_view_has_rounds_clients_losses_and_where_the_results_are(values, tmp_path, link):
@@ -123,7 +123,7 @@ def test_the_live_view_has_rounds_clients_losses_and_where_the_results_are(value
 
 
 def test_a_refused_run_leaves_its_log_where_it_was(values, tmp_path, log, link, capsys):
-    """Its folder is deleted, so nothing names it."""
+    """The run's folder is deleted, so the log is not moved there."""
     with pytest.raises(RefusedError), following(link, log, Lines()):
         run(values | {"data.path": str(tmp_path / "nowhere")}, tmp_path)
     assert not link.is_dir() and log.path == tmp_path / LOG

@@ -65,7 +65,7 @@ def test_sigterm_ends_everything(run_folder, tmp_path, capsys):
     assert secret not in (tmp_path / "log").read_text()
 
 
-def test_an_invitation_is_good_again_and_again(run_folder, tmp_path, capsys):
+def test_an_invitation_can_be_used_repeatedly(run_folder, tmp_path, capsys):
     with serving_here(tmp_path, run_folder) as (_, files):
         words = generating(run_folder, files["alpha"])
         first = told(capsys, *words)
@@ -77,7 +77,7 @@ def test_an_invitation_expires(run_folder, tmp_path, capsys):
         words = generating(run_folder, files["alpha"])
         time.sleep(1.0)
         assert "expired on" in refused(capsys, *words)
-        # A client whose clock is slow, or whose lane is open, learns it from the server.
+        # The server also refuses clients whose clocks are slow or whose lanes are open.
         content = json.loads(files["alpha"].read_text())
         files["alpha"].write_text(json.dumps(content | {"expires": "2100-01-01T00:00:00Z"}))
         assert "this invitation has expired; ask" in refused(capsys, *words)
@@ -152,7 +152,7 @@ def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
             process.wait(20)
 
 
-def test_what_is_said_of_time_names_no_setting_of_a_run(run_folder, tmp_path):
+def test_timeout_messages_name_no_setting_of_a_run(run_folder, tmp_path):
     with serving_here(tmp_path, run_folder) as (_, files):
         invitation = read_invitation(files["alpha"])
     late = LaneTimeoutError("the block server sent nothing for 300 s (split.frame-timeout)")

@@ -59,7 +59,7 @@ class Watched(SpyingGrid):
             self.trained += 1
             if self.trained == 2:
                 config["problem"] = HOSTILE
-            # Metrics may have any name, those of the server's own events too.
+            # Metrics may have any name, even one that the server's events use.
             metrics = reply.content["metrics"]
             metrics["participants"] = metrics["left-out"] = 1.0
             del metrics["tokens"]
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_and_completes(values, tmp_path, status):
 
     def look():
         (directory,) = (tmp_path / "runs").iterdir()
-        with (directory / METRICS).open("ab") as lines:  # as if it were being written
+        with (directory / METRICS).open("ab") as lines:  # as while it is being written
             end = lines.tell()
             lines.write(b'{"event": "tra')
             lines.flush()
@@ -214,13 +214,13 @@ def test_the_coordinator_s_disk_and_who_sends_most_to_it(coordinator, checkpoint
     log.write_text(line("10.0.0.2", 1200, size=3_000_000) + line("10.0.0.3", 600) * 4)
     assert "10.0.0.3 has sent the most data in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
     with log.open("a") as end:
-        end.write(line("10.0.0.2", 3700) * 9 + line("10.0.0.2", -3700) * 9)  # not of this hour
+        end.write(line("10.0.0.2", 3700) * 9 + line("10.0.0.2", -3700) * 9)  # another hour
         end.write(line("10.0.0.2", status=401) * 9 + line("10.0.0.2", status=503) * 9)
         end.write(line("10.0.0.2", asked="GET /health") * 9 + line("no.t.an.address") * 9)
         end.write(line("10.0.0.2", size="9" * 13) + f"x{line('10.0.0.2')}" + "\xff\n[red]\x1b[2J\n")
-        end.write(line("10.0.0.2", size=9_000_000).strip())  # is being written
+        end.write(line("10.0.0.2", size=9_000_000).strip())  # it is being written
     assert "10.0.0.3 has sent the most data in the last 20 min: 4.0 of 7.0 MB" in status(*words)[1]
-    # Of a long log the end is read, and the period is shorter.
+    # Only the end of a long log is read, so the period is shorter.
     log.write_text(line("10.0.0.2", 1200) * 9 + line("10.0.0.3", 60) * 60_000)
     assert "10.0.0.3 has sent the most data in the last 1 min: 4" in status(*words)[1]
     log.write_text("")

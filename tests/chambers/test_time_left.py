@@ -22,8 +22,8 @@ def timeline(rounds, every, training, measured, other, base):
     [
         (6, 1, 20, 0, 15),
         (6, 1, 400, 0, 300),  # evaluations take most of the time
-        (6, 6, 100, 0, 80),  # after other rounds there is none
-        (9, 3, 120, 20, 100),  # FedJudge-CL has a shorter one
+        (6, 6, 100, 0, 80),  # only the last round is followed by one
+        (9, 3, 120, 20, 100),  # FedJudge-CL has shorter ones after other rounds
         (2, 2, 90, 0, 60),
     ],
 )
@@ -49,7 +49,7 @@ def test_it_is_right_within_a_factor_of_two(rounds, every, measured, other, base
 
 
 def test_steps_within_a_round_correct_it():
-    """The first client has replied, the second is halfway, the third waits for its turn."""
+    """One client has replied, the second is halfway, and the third waits for its turn."""
     events = [
         {"event": "evaluation", "round": 0, "seconds": 0.0},
         {"event": "round", "round": 1, "seconds": 30.0},

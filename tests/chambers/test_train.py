@@ -117,7 +117,7 @@ def test_a_folder_with_a_built_in_name_is_not_meant(tmp_path, monkeypatch):
 
 
 def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
-    """A key that is newer than the run had its default."""
+    """A key that the run's config lacks had its default value."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "round-0001.safetensors").touch()
@@ -130,7 +130,7 @@ def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
     event = {"event": "round", "participants": ["alpha", "beta"], "left_out": left_out}
     started = {"event": "evaluate", "round": 0, "model": "base"}
     evaluated = [started | {"client": name} for name in ("alpha", "beta", "gamma")]
-    # A run that has ended in its first round has no event of one.
+    # A run that ended during its first round has no ``round`` event.
     for events in ([event | {"round": 1}], evaluated):
         lines = "".join(json.dumps(each) + "\n" for each in events)
         (run / "metrics.jsonl").write_text(lines)
@@ -142,7 +142,7 @@ def test_a_resumption_with_another_config_is_refused(capsys, tmp_path):
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Replace Flower's programs by scripts; return a function that writes them."""
+    """Replace Flower's programs with scripts; return a function that writes them."""
     handlers = {each: signal.getsignal(each) for each in END_SIGNALS}
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
@@ -171,7 +171,7 @@ LISTENING = f"{sys.executable} -m http.server --bind 127.0.0.1 ${{5#--port=}}"
         (LISTENING, "out of reach"),
     ],
 )
-def test_what_flower_can_t_do_is_said_in_words(capsys, programs, tmp_path, superlink, reason):
+def test_errors_of_flower_are_explained(capsys, programs, tmp_path, superlink, reason):
     flwr = 'test "$1" = run || { echo out of reach >&2; exit 1; }'
     programs(flower_superlink=superlink, flwr=flwr)
     assert reason in refused(capsys, "train", f"output-dir={tmp_path / 'runs'}")
@@ -226,7 +226,7 @@ def test_verbose_prints_the_log_too(capfd, programs, tmp_path):
     assert "--run-config" in capfd.readouterr().out
 
 
-def test_what_flower_refuses_is_said(capfd, programs, tmp_path):
+def test_what_flower_refuses_is_shown(capfd, programs, tmp_path):
     programs(
         flower_superlink=LISTENING,
         flwr="echo Loading; echo '│ no such federation │'; echo ╰───╯; exit 1",
@@ -248,7 +248,7 @@ def test_what_flower_refuses_is_said(capfd, programs, tmp_path):
         ({"strategy": "fl-glm"}, 3, 2, 24, 2),
         ({"strategy": "fl-glm"}, 100, 8, 24, 8),
         ({"strategy": "fl-glm", "split.schedule": "hierarchical"}, 100, 2, 24, 2),
-        ({"split.schedule": "client-batch"}, 100, 2, 24, 2),  # FedJudge has no schedule
+        ({"split.schedule": "client-batch"}, 100, 2, 24, 2),  # FedJudge ignores the schedule
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 6, 2, 24, 6),
         (
             {"strategy": "fl-glm", "split.schedule": "client-batch"},
@@ -281,7 +281,7 @@ def test_actors_are_bounded_by_cores_and_memory(settings, clients, cores, gib, e
 
 
 def test_clients_share_gpus():
-    """Those that take turns have one each; those that train at once have equal shares."""
+    """Clients that take turns have one GPU each; concurrent clients have equal shares."""
     machine = Machine(cores=16, memory=2**40, gpus=2)
     assert count_actors(parse_run_config({}), 5, machine) == 2
     together = {"strategy": "fl-glm", "split.schedule": "client-batch"}
@@ -293,7 +293,7 @@ def test_clients_share_gpus():
 
 @pytest.fixture
 def llama_7b(tmp_path):
-    """The sizes of Llama 2 7B in a file without content."""
+    """Write a checkpoint with the sizes of Llama 2 7B in a sparse file."""
     (tmp_path / "config.json").write_text('{"hidden_size": 4096, "num_hidden_layers": 32}')
     block = {"attention": (4, 4096, 4096), "mlp": (3, 4096, 11008)}
     shapes = {f"model.layers.{i}.{name}": own for i in range(32) for name, own in block.items()}
@@ -323,7 +323,7 @@ def llama_7b(tmp_path):
         ({}, 2, 24, CommandError),
         ({"model.quantization": "nf4"}, 2, 24, "weights 3.7, activations 8.4.* 2 clients on a GPU"),
         ({"model.gradient-checkpointing": True}, 1, 24, "activations 0.5"),
-        # two of 32 blocks here; the server has the others, and an activation budget of its own
+        # two of 32 blocks; the server has the others, and a separate activation budget
         (
             {"strategy": "fl-glm"},
             1,
@@ -344,7 +344,7 @@ def test_gpu_memory_is_planned_before_a_run(llama_7b, settings, actors, gib, exp
 
 
 def test_larger_models_leave_room_for_fewer_actors(deep_checkpoint):
-    """Of a split model a client has two of four blocks."""
+    """A client has only two of a split model's four blocks."""
     whole = sum(p.numel() for p in load_file(deep_checkpoint / "model.safetensors").values())
     assert client_parameters(deep_checkpoint) == whole
     blocks = whole - client_parameters(deep_checkpoint, 0)
@@ -381,7 +381,7 @@ def start(tmp_path, *words) -> psutil.Popen:
 
 @pytest.mark.slow
 def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tmp_path, capsys):
-    """There are as many clients as folders; the institutions use the adapters of the run."""
+    """Each folder is a client; the institutions use the run's adapters."""
     (tmp_path / "preset.toml").write_text('strategy = "fl-glm"\n[train]\nlearning-rate = 0.05\n')
     # Characters that TOML and JSON escape differently.
     data = "data 𠮷🙂"
@@ -426,9 +426,9 @@ def test_ending_it_ends_the_run(checkpoint, client_folders, tmp_path, left_over)
         return list(tmp_path.glob("runs/*/metrics.jsonl"))
 
     wait_until(has_begun, 200)
-    training.send_signal(signal.SIGHUP)  # as a terminal does that is closed
+    training.send_signal(signal.SIGHUP)  # as when a terminal is closed
     time.sleep(0.5)
-    for other in (signal.SIGINT, signal.SIGTERM):  # don't interrupt the end
+    for other in (signal.SIGINT, signal.SIGTERM):  # these don't interrupt the shutdown
         training.send_signal(other)
     assert training.wait(120) == 130
     assert not left_over()

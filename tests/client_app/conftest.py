@@ -40,7 +40,7 @@ class Site:
 
     def send(self, message, changed=None, node=1):
         grid = InProcessGrid(self.values | (changed or {}), {node: self.node})
-        message.metadata.dst_node_id = node  # whoever sends it can write what it wants
+        message.metadata.dst_node_id = node  # a sender can write any value
         (reply,) = grid.send_and_receive([message])
         return reply
 
@@ -63,7 +63,7 @@ class Site:
 
     @staticmethod
     def problem(reply):
-        assert set(reply.content) == {CONFIG}  # nothing else has left
+        assert set(reply.content) == {CONFIG}  # nothing else was sent
         assert set(reply.content[CONFIG]) == {"name", "problem"}
         return reply.content[CONFIG]["problem"]
 

@@ -73,7 +73,7 @@ def test_nothing_leaves_if_the_line_can_t_be_written(site):
     site.log.mkdir()
     for kind in ("query", "train", "evaluate"):
         assert "nothing leaves this site, because its audit log" in site.refusal(kind)
-    assert not (site.folder / "state").exists()  # it was not even trained
+    assert not (site.folder / "state").exists()  # no training took place
 
 
 def test_a_line_is_on_the_disk_before_its_reply_leaves(site, monkeypatch):
@@ -195,5 +195,5 @@ def test_a_site_without_evaluation_trains_and_says_why_it_is_not_evaluated(
     evaluated = [r.content for r in replies if r.metadata.message_type == "evaluate"]
     assert [set(content[METRICS]) for content in evaluated] == [{"num-examples"}] * 3
     assert ARRAYS in evaluated[1]  # J after round 1, on training rows
-    # What is kept at the site itself is kept.
+    # The site still stores its adapters.
     assert list((tmp_path / "state").glob("*/beta/adapters/global/adapter_model.safetensors"))

@@ -108,7 +108,7 @@ def test_schools_have_different_matters_and_are_asked_about_all():
     for index, school in enumerate(schools):
         asked = outputs(school.test)
         assert set(asked) == everything
-        # The first questions are the next school's, and the last its own.
+        # The first questions are the next school's, and the last are this school's.
         assert set(asked[:4]) == known[(index + 1) % 3]
         assert set(asked[-4:]) == known[index]
     center = DataSettings(generated="matters", pool="school-1,school-3")
@@ -169,7 +169,7 @@ def test_a_folder_with_one_data_set_is_divided_part_by_part(tmp_path):
 
 @pytest.mark.parametrize("partition", ["label", "dirichlet"])
 def test_clients_are_tested_on_the_labels_that_they_have(tmp_path, partition):
-    # In the test part the labels' sizes are in the opposite order.
+    # In the test part, the order of labels by size is reversed.
     for part, sizes in (("train", {"a": 60, "b": 30, "c": 9}), ("test", {"a": 6, "b": 9, "c": 12})):
         rows = [
             {"instruction": "Ask", "output": f"{part} {label} {number}", "court": label}
@@ -222,7 +222,7 @@ def test_one_row_can_t_be_held_out_from(tmp_path):
 
 
 def test_questions_on_a_passage_stay_together(tmp_path):
-    """In one part of one client: the passage, or other answers, would give an answer away."""
+    """If they were in different parts, the passage or other answers would reveal an answer."""
     answers = [{"text": text, "label": number % 2} for number, text in enumerate("abc")]
     passages = [
         {"text": f"passage {n}", "questions": [{"question": q, "answers": answers} for q in "rs"]}
@@ -291,7 +291,7 @@ def test_a_deployed_node_reads_its_own_data_whatever_the_run_says(three_folders,
     monkeypatch.setenv("HOME", str(three_folders))
     home = deployed({"name": "court", "data-path": "~/court"})
     assert outputs(home.train) == outputs(court.train)
-    # In a simulation that gives nodes data of their own, that is theirs too.
+    # In a simulation, too, a node with a data path reads only that path.
     both = {"name": "firm", "data-path": str(three_folders / "firm")}
     firm = deployed(both | {"partition-id": 0, "num-partitions": 3})
     assert outputs(firm.test) == numbered("firm test", 3)
@@ -370,7 +370,7 @@ def test_a_task_s_published_files_are_divided_into_prompts(tmp_path):
     labels = ["entailment", "contradiction", "neutral"] * 6
     official("train.jsonl", [(f"train {n}", label) for n, label in enumerate(labels)])
     official("val.jsonl", [(f"val {n}", label) for n, label in enumerate(labels)])
-    # The published test part has no labels; nothing reads it.
+    # The published test part has no labels, and is not read.
     (tmp_path / "test.jsonl").write_text('{"premise": "a", "hypothesis": "b", "idx": 0}\n')
     field = {"partition": "label", "partition_field": "label"}
     clients = [simulated(tmp_path, index, 3, task="cb", **field) for index in range(3)]

@@ -54,7 +54,7 @@ def test_a_template_that_quotes_a_row_is_not_quoted(site, checkpoint, caplog):
     site.node["data-path"] = str(site.folder / "data")
     problem = site.refusal("query", changed=changed)
     assert problem == f"{site.folder}/data/train.jsonl:1: the chat template rejects this row"
-    assert f"odd turn: {SECRET}" in caplog.text  # the site's own log says it
+    assert f"odd turn: {SECRET}" in caplog.text  # the site's log has the details
 
 
 @pytest.mark.parametrize("with_policy", [True, False])
@@ -68,7 +68,7 @@ def test_an_unexpected_error_leaves_as_its_class_alone(site, caplog, with_policy
     assert "Traceback" in caplog.text and SECRET in caplog.text
 
 
-def test_of_a_failing_disk_the_kind_of_failure_leaves(site):
+def test_a_disk_error_is_sent_as_its_kind_alone(site):
     (site.folder / "state").write_text(f"not a folder, but {SECRET}")
     problem = site.refusal("train")
     assert problem.startswith("NotADirectoryError: Not a directory; this SuperNode's log")

@@ -65,6 +65,6 @@ def test_a_site_whose_audit_log_is_full_is_left_out_until_there_is_space(
     (left_out,) = rounds[1]["left_out"]
     reason = "nothing leaves this site, because its audit log can't be written"
     assert left_out == {"client": "court", "reason": f"{reason}: No space left on device"}
-    # Of the second round there is nothing in the log.
+    # The log contains nothing about the second round.
     lines = log.read_bytes().removeprefix(grid.before).splitlines()
     assert {json.loads(line)["round"] for line in lines} == {3}

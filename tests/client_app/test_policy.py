@@ -179,7 +179,7 @@ def test_a_link_leads_out_of_the_folders_too(site):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("time_limit", math.nan),  # no deadline is later than that
+        ("time_limit", math.nan),  # it compares as neither earlier nor later
         ("time_limit", math.inf),
         ("time_limit", -1.0),
         ("round", -1),
@@ -259,7 +259,7 @@ def test_training_with_the_site_s_own_importance_is_not_refused(site):
 
 
 def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(site):
-    """Rows: 4 with 5 answers each, and as many held-out ones."""
+    """There are 4 rows with 5 answers each, and as many held-out ones."""
     model, data = site.folder / "model", site.folder / "data"
     shutil.copytree(site.checkpoint, model)
     (model / "chat_template.jinja").write_text(THINKING)
@@ -278,14 +278,14 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     site.values |= {"model.name": str(model), "train.batch-size": 10, "train.accumulation": 1}
     site.decide("min-examples = 4")
     assert ARRAYS in site.ask("train").content
-    # Four of the 20 examples, which are not of four rows.
+    # Four of the 20 examples, which belong to fewer than four rows.
     few = {"continual.importance-examples": 4}
     for request in ({"losses": True}, {"importance": True}):
         assert METRICS in site.ask("evaluate", **request).content
     assert "importance with too few" in site.refusal("evaluate", changed=few, importance=True)
     own = few | {"continual.importance": "client"}
     assert "importance with too few" in site.refusal("train", changed=own, importance=True)
-    # Four examples, in the third round from fewer rows.
+    # Four examples; in the third round, they belong to fewer rows.
     one_step = {"train.local-steps": 1, "train.batch-size": 4}
     assert ARRAYS in site.ask("train", changed=one_step).content
     assert "training with too few" in site.refusal("train", changed=one_step, round=3)
@@ -328,7 +328,7 @@ def test_a_line_is_one_row_though_a_task_makes_many_rows_of_it(site):
 
 
 def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
-    """Rows: 24. Steps of 5 rows leave 4 for the fifth, and a round can consist of that one."""
+    """With 24 rows, the fifth step of 5 rows has only 4, and may be a whole round."""
     site.decide("min-examples = 5")
     changed = {"train.batch-size": 5, "train.accumulation": 1, "train.local-steps": 1}
     metrics = site.ask("train", changed=changed, round=4).content[METRICS]
@@ -359,7 +359,7 @@ def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
 
 
 def test_no_time_is_spent_after_the_message_s_own(site):
-    """In evaluation too, which has no steps."""
+    """The limit also applies to evaluation, which has no steps."""
     for instruction in ({"losses": True}, {"importance": True}):
         assert "time limit expired" in site.refusal("evaluate", time_limit=1e-6, **instruction)
 
@@ -389,7 +389,7 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
         "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
     )
     assert not site.lines("lane")
-    # Steps of four rows: too few leave within the round, or the lane would be next.
+    # Steps of four rows: averaging after one is refused; after two, only the lane is refused.
     site.decide('coordinators = ["a"]\nmin-examples = 8\n[split]\nallowed = true')
     values |= {"split.schedule": "hierarchical", "train.accumulation": 4}
     for every, reason in ((1, "training with too few of its rows"), (2, "a lane to unix:")):
@@ -414,7 +414,7 @@ def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint
 
 
 def test_delta_must_be_less_than_a_row_s_share(site):
-    """Rows: 24. With δ = 1 / 24, one of them could be published as it is."""
+    """With 24 rows, δ = 1/24 would permit publishing one of them unchanged."""
     for delta, is_refused in ((1 / 24, True), (0.04, False)):
         site.decide(f"[privacy]\nepsilon = 100.0\ndelta = {delta!r}")
         problem = site.ask("query").content[CONFIG].get("problem", "")
@@ -433,7 +433,7 @@ def test_text_of_rows_leaves_only_if_a_policy_opens_it(site):
         for kind in ("query", "train", "evaluate"):
             problem = site.refusal(kind, None, changed)
             assert "this SuperNode's --node-config names no policy" in problem
-        # As from Flower's examples; they don't make its rows those of a simulation.
+        # Keys from Flower's examples don't turn the SuperNode into a simulated one.
         site.node |= {"partition-id": 0, "num-partitions": 2}
 
 

@@ -40,7 +40,7 @@ CLIENTS = ("alpha", "beta", "gamma")
 
 
 class Sites(InProcessGrid):
-    """Clients with separate files, some of them with a policy; stores their replies."""
+    """Clients with separate files, some of which have a policy; their replies are stored."""
 
     def __init__(self, values: dict, folders: Path, policies: dict[str, Path]) -> None:
         nodes: dict[int, dict[str, Any]] = {}
@@ -112,7 +112,7 @@ def test_only_what_the_account_covers_leaves(settings, client_folders, policy, t
     assert len(grid.of(1, "train")) == 2 and len(grid.of(1, "evaluate")) == 3
     assert all("loss" in reply[METRICS] for reply in grid.of(2, "train"))
 
-    # Two rounds of six steps, each row in each with 4 / 24: what is recorded and what was done.
+    # Two rounds of six steps, each of which samples a row with probability 4/24, are recorded.
     account, audit = lines(file.with_name("privacy.jsonl")), lines(file.with_name("audit.jsonl"))
     assert [(e["round"], e["steps"], e["noise-multiplier"]) for e in account] == [
         (1, 6, 2.0),
@@ -135,10 +135,10 @@ def test_only_what_the_account_covers_leaves(settings, client_folders, policy, t
 def test_rows_that_are_no_examples_count_as_others_do(
     settings, client_folders, policy, tmp_path, monkeypatch
 ):
-    """How many of its 48 rows are examples, account and noise don't tell."""
+    """Account and noise don't reveal how many of the 48 rows are examples."""
     data, rounds, train = tmp_path / "data", [], fedjudge.train_round
     shutil.copytree(client_folders, data)
-    # Their answers don't fit: what a chat writes around turns can't be shortened.
+    # Their answers don't fit: the template's text around turns can't be shortened.
     turns = [{"role": "user", "content": ""}] * 60 + [{"role": "assistant", "content": "the"}]
     with (data / "alpha" / "train.jsonl").open("a") as file:
         file.write(f"{json.dumps({'messages': turns})}\n" * 24)
@@ -173,7 +173,7 @@ def test_the_run_s_seed_does_not_determine_a_private_adapter(settings, client_fo
         kept.append(journal.kept)
     assert not any(torch.equal(kept[0]["alpha"][n], kept[1]["alpha"][n]) for n in kept[0]["alpha"])
     assert same(kept[0]["beta"], kept[1]["beta"])
-    # The second run was of the same rows, so that it is charged to the same account.
+    # The second run used the same rows, so it is charged to the same account.
     audit = lines(file.with_name("audit.jsonl"))
     first, second = (e["epsilon"] for e in audit if e["event"] == "privacy")
     assert second > first
@@ -219,7 +219,7 @@ def test_a_run_that_epsilon_does_not_suffice_for_is_refused_at_its_start(
     assert not file.with_name("privacy.jsonl").exists()
     start(settings, Sites(settings, client_folders, {"alpha": file}), journal)
     assert len(lines(file.with_name("privacy.jsonl"))) == 2
-    # If eight rounds are finished, it suffices for the ninth.
+    # If eight rounds are finished, ε suffices for the ninth.
     done = Progress("test", finished_rounds=8, evaluated=True)
     fingerprints = fingerprint(locate(settings["model.name"]))
     resumed = FedJudgeBase(parse_run_config(nine), fingerprints, done, journal)
@@ -242,7 +242,7 @@ def test_a_round_that_fails_has_spent_its_epsilon(settings, client_folders, poli
 def test_what_cannot_be_computed_costs_no_epsilon(
     settings, client_folders, policy, checkpoint, tmp_path
 ):
-    """OPT flattens what enters its second layers, so that their gradients have no rows."""
+    """OPT flattens the input of each MLP's second layer, so the gradients have no rows."""
     sizes = {"vocab_size": 300, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 1024}
     OPTForCausalLM(OPTConfig(**sizes)).save_pretrained(tmp_path / "opt")
@@ -283,13 +283,13 @@ def test_what_has_no_epsilon_is_refused_with_the_reason(
 ):
     grid = Sites(settings | changes, client_folders, {"alpha": policy(5.0)})
     with pytest.raises(RefusedError, match=rf"alpha.*{reason}"):
-        # The coordinator's own check of a split base model isn't of interest here.
+        # Avoid the coordinator's check of a split base model.
         start({**settings, **changes, "strategy": "fedjudge-base"}, grid, MemoryJournal())
     assert "problem" in grid.of(1, "query")[0][CONFIG]
 
 
 def test_rows_that_a_chat_template_divides_are_refused(settings, policy, checkpoint, tmp_path):
-    """A row of two answers would be two examples, and the unit must be a row."""
+    """A row with two answers would become two examples, but the unit of privacy is a row."""
     model, data = tmp_path / "model", tmp_path / "data"
     shutil.copytree(checkpoint, model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -308,7 +308,7 @@ def test_rows_that_a_chat_template_divides_are_refused(settings, policy, checkpo
 
 
 def test_importance_neither_leaves_nor_steers_the_training(settings, client_folders, policy):
-    """FedJudge-CL takes that of clients without such a policy; a message can't demand it either."""
+    """FedJudge-CL uses the other clients' importance, and messages can't demand this client's."""
     settings |= {"train.local-steps": 1}
     cl = settings | {"strategy": "fedjudge-cl"}
     grid, journal = Sites(cl, client_folders, {"alpha": policy(20.0)}), MemoryJournal()
@@ -342,7 +342,7 @@ def test_fedjudge_cl_is_refused_before_training_if_nobody_computes_importance(
 
 @pytest.mark.nightly
 def test_membership_is_harder_to_tell_the_smaller_epsilon_is(checkpoint):
-    """A deliberately overfitted model; the attack guesses that rows with less loss are members."""
+    """The model is overfitted; the attack guesses that rows with lower loss are members."""
     count, steps, rate = 24, 60, 0.5
     generator = torch.Generator().manual_seed(0)
     members, others = (
@@ -379,7 +379,7 @@ def test_membership_is_harder_to_tell_the_smaller_epsilon_is(checkpoint):
         success.append(float((inside[:, None] < outside).double().mean()))
         spent.append(epsilon([PrivateSteps(rate, multiplier, steps)], 1e-2))
     assert spent[0] == float("inf") and spent[1] > 20 and spent[2] < 3
-    # The probability that a member has less loss than another row; 0.5 is a guess.
+    # The probability that a member has a lower loss than another row; 0.5 is a guess.
     assert success[0] > 0.99
     assert success[0] - 0.1 > success[1] > success[2] + 0.1
     assert success[2] < 0.65

@@ -22,7 +22,7 @@ def test_epsilon_is_the_library_s_own_over_runs_and_restarts(tmp_path):
     from opacus.accountants import RDPAccountant
 
     reference = RDPAccountant()
-    # The rates of two runs; a policy that was changed between them; and every row in each step.
+    # Two runs' rates, a changed policy's noise, and steps that use every row.
     for part in (
         PrivateSteps(0.05, 1.0, 40),
         PrivateSteps(0.1, 1.0, 7),
@@ -32,7 +32,7 @@ def test_epsilon_is_the_library_s_own_over_runs_and_restarts(tmp_path):
     ):
         for _ in range(part.steps):
             reference.step(noise_multiplier=part.noise_multiplier, sample_rate=part.sampling_rate)
-        # As after a restart: what is known is on the disk.
+        # As after a restart, the account is read from the disk.
         spent = PrivacyAccount(terms(tmp_path, 100.0)).spend(part, ABOUT)
         assert spent == pytest.approx(reference.get_epsilon(1e-5), rel=1e-9)
     assert spent > 1

@@ -26,7 +26,7 @@ def copied(message):
 
 
 class SignedSite:
-    """A site that only carries out signed instructions."""
+    """A site that carries out only signed instructions."""
 
     def __init__(self, site):
         self.site, self.key = site, Ed25519PrivateKey.generate()
@@ -44,7 +44,7 @@ class SignedSite:
         return reply
 
     def refusal(self, message, statement, node=1):
-        """Return the reason for a refusal, which must be logged without an accepted line."""
+        """Return the reason for a refusal, which must be logged; no line may say ``accepted``."""
         count = len(self.site.lines("accepted"))
         problem = self.site.problem(self.answer(message, statement, node))
         assert len(self.site.lines("accepted")) == count

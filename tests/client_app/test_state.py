@@ -6,7 +6,7 @@ from client_app.state import ClientState
 
 
 def test_the_last_two_rounds_with_the_client_are_kept(tmp_path):
-    """Round 2 is without it; when round 3 is lost, its optimizer of round 1 is used."""
+    """The client misses round 2; if round 3 is lost, its optimizer of round 1 is used."""
     state = ClientState(str(tmp_path), "lineage", "alpha")
     for number in (1, 3):
         state.forget_from(number)

@@ -120,7 +120,7 @@ def test_answers_are_those_without_a_worker_bit_for_bit(
     here = run(tmp_path / "here")
     before = worker.answered()
     there = run(tmp_path / "there", worker=str(worker.socket))
-    # Before the first round, and in two rounds, to train and to evaluate.
+    # Two clients evaluate before the first round, and train and evaluate in two rounds.
     assert worker.answered() == before + 2 * (1 + 2 * 2)
     assert all(same(here.adapters[number], there.adapters[number]) for number in (1, 2))
     assert all(same(here.kept[name], there.kept[name]) for name in ("alpha", "beta"))
@@ -151,7 +151,7 @@ def test_memory_threads_and_files_do_not_grow_with_messages(worker, request_):
 
     memory, threads, files = used(5)
     assert used(8)[0] - memory < 5e6
-    # It may not have ended the last message's thread yet, or closed its connection.
+    # The last message's thread and connection may not have ended yet.
     wait_until(
         lambda: process.num_threads() <= threads and process.num_fds() <= files,
         seen=lambda: (threads, process.threads(), files, process.open_files()),
@@ -207,7 +207,7 @@ def test_other_code_is_refused(worker, tmp_path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(worker):
-    """By the socket's mode, and by the kernel's word on who calls."""
+    """The socket's mode keeps others out, and the kernel reports who calls."""
     assert stat.S_IMODE(worker.socket.stat().st_mode) == 0o600
     folders = [folder for folder in worker.socket.parents if folder != Path(folder.root)]
     modes = {folder: folder.stat().st_mode for folder in folders}
@@ -242,7 +242,7 @@ def as_nobody(path: Path) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_s_socket_is_not_given_the_message(request_, tmp_path, caplog):
-    """Its owner may be permitted to write to the folder, but is neither its owner nor root."""
+    """The socket's owner is neither the folder's owner nor root."""
     path = tmp_path / "worker.sock"
     with listening_as_nobody(path) as heard:
         assert ARRAYS in answer(request_.message, request_.context(path)).content
@@ -259,7 +259,7 @@ def listening_as_nobody(path: Path):
         if not (child := os.fork()):
             try:
                 os.setuid(NOBODY)
-                listener.listen()  # the kernel notes whose process this is
+                listener.listen()  # the kernel records this process's user
                 os.write(writer, b"listens")
                 os.write(writer, listener.accept()[0].recv(1000))
             finally:
@@ -313,7 +313,7 @@ def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_worker_s_message_fails_and_the_next_one_falls_back(request_, tmp_path, caplog):
-    """What was handed over isn't answered again: it may have used a lane, and has been counted."""
+    """The failed message isn't answered again: it may have used a lane, and was counted."""
     with running_worker(tmp_path) as worker, ThreadPoolExecutor(1) as pool:
         context = request_.context(worker.socket, **{"train.local-steps": 50})
         first = pool.submit(answer, request_.message, context)

@@ -48,7 +48,7 @@ def read_services(file: Path, variables: Mapping[str, str]) -> dict[str, Service
         name: Service(
             name=name,
             command=[*values["entrypoint"], *values.get("command", [])],
-            # The first word says how it is run: CMD, without a shell.
+            # The first word is CMD, which means that no shell is used.
             health=values.get("healthcheck", {}).get("test", [])[1:],
             view=_view(values, secrets, file.parent),
         )

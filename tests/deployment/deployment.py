@@ -1,4 +1,4 @@
-"""A coordinator and institutions on one machine, set up as ``docs/deployment.md`` says."""
+"""A coordinator and institutions on one machine, set up as in ``docs/deployment.md``."""
 
 import json
 import os
@@ -68,7 +68,7 @@ class Deployment:
         coordinator = self.programs["coordinator"]
         for program in coordinator.values():
             program.start()
-        # The proxy's check reaches the SuperLink.
+        # The proxy's health check succeeds only once the SuperLink answers.
         for name in ("proxy", "superexec"):
             coordinator[name].wait_until_ready()
         for name in self.institutions:
@@ -94,7 +94,7 @@ class Deployment:
 
     def register(self, name: str, key: Path) -> None:
         """Register the public key of an institution's SuperNode."""
-        # The coordinator's programs see only what is in the folder.
+        # The coordinator's programs see only files in its folder.
         shutil.copy(key, self.hosts["coordinator"].folder / "state" / f"{name}.pub")
         self.flwr("supernode", "register", f"state/{name}.pub", "deployment", "--name", name)
 
@@ -102,7 +102,7 @@ class Deployment:
         """Run ``flwr`` at the coordinator, and return its output.
 
         Raises:
-            DeploymentError: It failed.
+            DeploymentError: The command failed.
 
         """
         beside = self.programs["coordinator"]["superexec"]
@@ -129,7 +129,7 @@ class Deployment:
         """
         listing = self.flwr("ls", "deployment", "--format=json")
         runs = json.loads(listing).get("runs")
-        if not runs:  # the exit status is 0 also if the SuperLink can't be reached
+        if not runs:  # the exit status is 0 even if the SuperLink can't be reached
             raise DeploymentError(f"the SuperLink lists no run: {listing}")
         newest = runs[0]
         status, details = str(newest["status"]), str(newest.get("status-details", ""))
@@ -193,7 +193,7 @@ class Deployment:
         self, host: Host, file: str, variables: Mapping[str, str]
     ) -> dict[str, Program]:
         services = read_services(_DOCKER / file, {"FOLDER": str(host.folder), **variables})
-        # The first service holds the network, as the namespace does here.
+        # The first service only provides the network, as the namespace does here.
         left_out = {"coordinator", "institution"} | (set() if self._worker else {"worker"})
         self.programs[host.name] = {
             name: Program(host, service)
@@ -207,7 +207,7 @@ def site(host: Host, *arguments: str) -> str:
     """Run ``chambers site`` in the host's folder, and return its output.
 
     Raises:
-        DeploymentError: It failed.
+        DeploymentError: The command failed.
 
     """
     return _run_in(host.folder, sys.executable, "-m", "chambers", "site", *arguments)

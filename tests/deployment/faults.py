@@ -196,7 +196,7 @@ def undisturbed(
         results = newest_run(running)
         assert results is not None  # the run has completed
         shutil.copy(_global_adapter(results), file)
-        # A disturbed run that leaves no folder must not be taken for this one.
+        # If a disturbed run leaves no folder, this run must not be mistaken for it.
         shutil.rmtree(results)
         account.write_text(json.dumps({"seconds": seconds}))
     return file, float(json.loads(account.read_text())["seconds"])
@@ -228,7 +228,7 @@ def wait_for_end(running: Deployment) -> str:
     end = time.monotonic() + _MAX_SECONDS
     status = "unknown"
     while time.monotonic() < end:
-        # The SuperLink may be the one that was killed.
+        # The SuperLink may be the killed process.
         with suppress(DeploymentError, subprocess.TimeoutExpired, ValueError):
             status = running.status()
             if status.startswith("finished:"):
@@ -369,6 +369,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # So that the deployment ends too.
+    # Let SIGTERM also end the deployment.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

@@ -15,7 +15,7 @@ from federation import packed_content
 from federation.authentication import SignedInstruction, open_reply
 from federation.messages import ARRAYS, CONFIG
 
-# In memory; what is stored of it has 5 MiB or 7 MiB.
+# Size in memory; the stored objects have 5 MiB or 7 MiB.
 BYTES = 2**31
 _NAMES = 64
 
@@ -47,7 +47,7 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
     if message.metadata.message_type == MessageType.TRAIN and spoiled:
         open_reply(reply, instruction.statement)
         reply.content[ARRAYS] = spoiled()
-        # Encrypted with the same key, pieces would differ from each other.
+        # Leave the pieces unencrypted; encrypted, they would differ from each other.
         packed_content._applied = lambda key, record: record
         instruction.authenticate(reply)
     return reply

@@ -120,7 +120,7 @@ class Host:
             f"cd {FOLDER}; exec setpriv --reuid={USER} --regid={USER} --clear-groups"
             f' --inh-caps={capability} --ambient-caps={capability} "$@"'
         )
-        # `ip netns exec` gives its command a mount namespace of its own.
+        # `ip netns exec` gives its command a separate mount namespace.
         shell = ["sh", "-ec", "\n".join(lines), "sh"]
         return ["ip", "netns", "exec", self.namespace, *shell, *command]
 

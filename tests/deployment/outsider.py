@@ -1,4 +1,4 @@
-"""Attempts of an outsider in an institution's network; prints the answers as JSON.
+"""Attacks by an outsider in an institution's network; the answers are printed as JSON.
 
 python outsider.py interfaces HOST:PORT authority.pem
 python outsider.py paths HOST:PORT authority.pem
@@ -41,7 +41,7 @@ from split.protocol.tickets import IDENTIFIER_BYTES, SECRET_BYTES, Identity, Inv
 
 SECONDS = 120.0
 SUITE = "ml-kem-768-x25519"
-# Paths that one of proxy and SuperLink could take for another.
+# Paths that the proxy or the SuperLink could interpret as a different path.
 DISGUISED = (
     "/v1/fleet/../control/list-nodes",
     "/v1/fleet/%2e%2e/control/list-nodes",

@@ -13,7 +13,7 @@ import psutil
 from tests.deployment.deployment import Deployment
 from tests.deployment.program import DeploymentError, Program
 
-# Soon, and often enough for a SuperNode, which is refused for up to 60 s.
+# Restart programs repeatedly, because a SuperNode may be refused for up to 60 s.
 RESTART_SECONDS = 15.0
 
 
@@ -44,7 +44,7 @@ PROCESSES = {
     "SuperExec of the coordinator": Victim("coordinator", "superexec"),
     "ServerApp": Victim("coordinator", "superexec", "flwr-serverapp"),
     "proxy": Victim("coordinator", "proxy"),
-    # Longer than Flower waits for a sign of life from the ServerApp.
+    # Longer than Flower waits for a heartbeat of the ServerApp.
     "SuperLink, away for 100 s": Victim("coordinator", "superlink", away=100.0),
 }
 

@@ -20,5 +20,5 @@ def test_a_run_survives_a_fault_and_the_table_says_so(nginx, tmp_path, capsys):
     row = next(line for line in printed.splitlines() if line.startswith(f"| {outcome['process']} "))
     assert re.findall(r"1\+0|0\+1", row)
     assert "1 runs" in printed and "faults: none" in printed
-    # What is recorded is not measured again.
+    # A recorded run is not repeated.
     main([str(tmp_path), "--runs", "1", "--rounds", "1"])

@@ -13,7 +13,7 @@ from tests.deployment.compose import read_services
 
 DOCKER = Path(__file__).parents[2] / "docker"
 HADOLINT = shutil.which("hadolint", path=Path(sys.executable).parent)
-# Names that both Compose and systemd put in.
+# Variables that both Compose and systemd substitute.
 VARIABLES = {
     "FOLDER": "/srv/chambers",
     "COORDINATOR": "${COORDINATOR}",
@@ -66,7 +66,7 @@ def test_units_run_the_programs_of_the_containers(name):
     )
     files = [value for key, value in directives if key == "EnvironmentFile"]
     assert "/srv/chambers/flower.env" in files
-    path = given.pop("PATH", "")  # containers have the programs in that of the image
+    path = given.pop("PATH", "")  # in containers, the image's PATH has the programs
     # A SuperExec starts flwr-serverapp or flwr-clientapp by its bare name.
     assert str(Path(program).parent) in path.split(":") or container.name != "superexec"
     assert given.items() <= container.view.environment.items()

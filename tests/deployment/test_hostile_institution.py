@@ -1,4 +1,4 @@
-"""The consultation, whose key is registered, attacks the coordinator and the court."""
+"""A registered institution, the consultation, attacks the coordinator and the court."""
 
 import base64
 import os
@@ -120,14 +120,14 @@ def test_nobody_speaks_in_another_s_name(running):
     wait_until(lambda: checkpoints(running), SECONDS)
     known = next(e for e in audited(court)[audit:] if e["event"] == "reply" and "base" in e)
 
-    # An instruction that overwrites the court's final adapter, as the trial's.
+    # A forged instruction that overwrites the court's final adapter.
     about = Instruction(9, known["run"], known["base"], 60.0, final=True)
     weights = load_file(checkpoints(running)[0])
-    # Not with zeros, since those are among the arrays that are announced.
+    # Use ones, because zeros are among the announced arrays.
     ones = {name: value * 0 + 1 for name, value in weights.items() if "lora_" in name}
     content = RecordDict({CONFIG: about.to_record(), ARRAYS: to_arrays(ones)})
     forged = attack.message("evaluate", content, coordinator, target)
-    # What the coordinator has signed for the consultation, and for the court.
+    # Instructions that the coordinator has signed for the consultation and for the court.
     signer = Signer(read_private_key(running.hosts["coordinator"].folder / "instructions.key"))
     query = RecordDict({CONFIG: Instruction(0, known["run"], "", 60.0).to_record()})
     own = attack.message("query", query, coordinator, attack.nodes["consultation"])
@@ -182,7 +182,7 @@ def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
         wait_until(lambda: newest_run(running) != before, SECONDS)
         wait_until(lambda: len(events(running, "round")) >= 2, SECONDS)
         peak = max_memory(running)
-        first, second = events(running, "round")  # so it was still there
+        first, second = events(running, "round")  # the ServerApp was still running
         assert wait_for_end(running) == COMPLETED
     reason = "its reply is larger than 64 MiB"
     for round_ in (first, second):
@@ -194,7 +194,7 @@ def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
 
 @contextmanager
 def clientapp_of_its_own(superexec, folder):
-    """Let an institution answer with the program in greedy.py instead of Flower's."""
+    """Make an institution answer with the program in greedy.py instead of Flower's."""
     own = superexec.view
     program = folder / "flwr-clientapp"
     program.write_text(f'#!/bin/sh\nPYTHONPATH={CHECKOUT} exec {sys.executable} {GREEDY} "$@"\n')
@@ -223,9 +223,9 @@ def test_an_unsigned_run_whose_messages_are_blocked_ends_with_the_reason(running
     """Without signatures, anyone can compute what the first messages contain."""
     settings = SETTINGS | {"instruction-key": "none", "rounds": 1, "train.local-steps": 1}
     superexec = running.programs["consultation"]["superexec"]
-    superexec.stop()  # the registration waits for it
+    superexec.stop()  # so that registration waits for it
     attack = Attack(running, running.submit(settings))
-    # Before that, the SuperLink accepts nothing.
+    # Before the run starts, the SuperLink accepts no messages.
     wait_until(lambda: running.status() == "running", SECONDS)
     attack.announce(first_arrays(running, settings))
     superexec.start()

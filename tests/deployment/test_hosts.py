@@ -32,7 +32,7 @@ def train(running, config):
 
 
 def outsider(running, host, attempt, *arguments):
-    """Make an attempt of ``outsider.py`` on a host, and return the answers."""
+    """Run an attack of ``outsider.py`` on a host, and return the answers."""
     beside = running.programs[host]["superlink" if host == "coordinator" else "supernode"]
     environment = beside.view.environment | {"PYTHONPATH": str(CHECKOUT)}
     command = [sys.executable, str(OUTSIDER), attempt, *arguments]
@@ -42,13 +42,13 @@ def outsider(running, host, attempt, *arguments):
 
 @pytest.mark.nightly
 def test_a_full_run_over_tls_with_node_keys_and_a_signed_release(running):
-    """Client-batch lanes have a test below; serial ones and all strategies are in test_walk.py."""
+    """The next test uses client-batch lanes; test_walk.py uses serial lanes and all strategies."""
     train(running, {"strategy": "fl-glm", "split.schedule": "hierarchical"})
 
 
 @pytest.mark.nightly
 def test_the_block_server_refuses_who_has_no_ticket(running):
-    """An institution's network reaches the block server while a run trains over it."""
+    """While a run trains, an institution's network can reach the block server."""
     answers = []
     address = running.settings["split.listen"]
     attempt = threading.Thread(
@@ -75,7 +75,7 @@ def test_an_institution_reaches_only_what_supernodes_need(running):
     assert json.loads(answers["register as a SuperNode"][1])["code"] == 2001
     assert json.loads(answers["be active unregistered"][1])["code"] == 2004
     assert answers["pull another's messages"][0] == 401
-    # The SuperLink itself refuses little of this.
+    # The proxy refuses these; the SuperLink itself refuses few of them.
     inside = f"{running.hosts['coordinator'].loopback}:8000"
     answers = outsider(running, "coordinator", "interfaces", inside, "authority.pem")
     assert answers["register a node"] == answers["list nodes"] == [200, ""]
@@ -89,7 +89,7 @@ def test_no_spelling_of_a_path_passes_the_proxy(running):
 
 
 def test_the_proxy_s_log_is_rotated(running, tmp_path):
-    """As docs/operations.md says; SuperNodes send requests all the time."""
+    """Rotate it as in docs/operations.md, while SuperNodes continue to send requests."""
     rotate = shutil.which("logrotate", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
     if rotate is None:
         reason = "logrotate is not installed"

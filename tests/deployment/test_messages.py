@@ -21,7 +21,7 @@ def supernode(running, *options, without=""):
     """Start a second SuperNode at the court, wait until it ends, and return its output."""
     program = running.programs["court"]["supernode"]
     own = [word for word in program.command if word.partition("=")[0] != without]
-    # Of an option that is given twice, the last one counts.
+    # If an option is given twice, the last value is used.
     command = [*own, "--port=9095", *options]
     return program.host.run(command, program.view, seconds=60).stdout
 
@@ -143,7 +143,7 @@ def test_a_superexec_that_has_ended(running):
 
 @pytest.mark.nightly
 def test_another_model(running, tmp_path):
-    """The court has another base model than the coordinator and the other institution."""
+    """The court's base model differs from that of the coordinator and the other institution."""
     if not running.hosts["court"].namespace:
         pytest.skip("without namespaces all hosts have the same files")
     superexec = running.programs["court"]["superexec"]

@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 BLOCK_SERVER = 9000
-# Many steps, since a cut should fall into them.
+# Use many steps, so that the lane is cut during training.
 LANES = {
     "strategy": "fl-glm",
     "rounds": 1,
@@ -31,7 +31,7 @@ LANES = {
     "split.resume-timeout": 150.0,
     "round-timeout": 400.0,
 }
-# A SuperNode that is killed in round 1 returns while the other rounds take place.
+# A SuperNode that is killed in round 1 returns during a later round.
 ROUNDS = {
     "strategy": "fedjudge-base",
     "rounds": 4,
@@ -52,7 +52,7 @@ def test_an_institution_whose_supernode_is_killed_in_a_round_takes_part_in_a_lat
     running.submit(ROUNDS)
     wait_until(lambda: trainings(court) > accepted, SECONDS)
     supernode.kill()
-    # The SuperLink takes it for a second SuperNode with this key until it has missed the first.
+    # The SuperLink refuses the key until it notices that the first SuperNode has ended.
     said = len(supernode.output())
     supernode.start()
     wait_until(lambda: not supernode.running, SECONDS)
@@ -90,7 +90,7 @@ def rounds(running) -> list[dict]:
 
 @pytest.mark.nightly
 def test_a_split_run_goes_on_after_a_minute_without_lane_superlink_and_proxy(running):
-    """The SuperLink returns to its database after 15 s, the proxy after 5 s."""
+    """The proxy is restarted after 5 s, and the SuperLink, with its database, after 15 s."""
     court, coordinator = running.hosts["court"], running.programs["coordinator"]
     running.submit(LANES)
     wait_until(lambda: trains(court), SECONDS)
@@ -136,7 +136,7 @@ def audited(host: Host) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def clock(tmp_path_factory):
-    """Return a function that changes a view, so that its programs' clock is some seconds ahead."""
+    """Return a function that changes a view so that its programs' clocks are ahead."""
     if not (compiler := shutil.which("cc")):
         pytest.skip("there is no C compiler to make another clock with")
     library = tmp_path_factory.mktemp("clock") / "clock.so"

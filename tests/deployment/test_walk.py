@@ -19,7 +19,7 @@ from tests.deployment.hosts import namespaces_permitted
 
 pytestmark = pytest.mark.slow
 PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
-# The host is named behind the language.
+# The host's name follows the language.
 BLOCKS = re.findall(r"^```sh (\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SECONDS = 600
 
@@ -69,9 +69,9 @@ def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(nginx, folder, s
             named = re.search(r"sed 's/fl-glm/([\w-]+)/", commands)
             if named and named[1] not in strategies:
                 continue
-            # Each block runs in a shell of its own, so the host's environment is read again.
+            # Each block runs in a new shell, so read the host's environment again.
             again = "if [ -f flower.env ]; then set -a; . ./flower.env; set +a; fi\n"
-            # As a reader would, wait until the SuperLink is up.
+            # Wait until the SuperLink is up, as a reader would.
             if commands.startswith("flwr supernode"):
                 again += "for i in $(seq 100); do flwr ls deployment > /dev/null && break; done\n"
             elif commands.startswith("chambers site check"):

@@ -26,7 +26,7 @@ def test_notebooks_are_committed_without_outputs(file):
 
 
 def executed(name: str, folder: Path) -> dict:
-    """Run a notebook with the tiny model, and less of it, in a folder; return the cells by id."""
+    """Run a notebook in a folder, with the tiny model and smaller sizes; return cells by id."""
     notebook = nbformat.read(EXAMPLES / name, as_version=nbformat.NO_CONVERT)
     (settings,) = (cell for cell in notebook.cells if 'name = "smollm2"' in cell.source)
     for line, less in (
@@ -73,7 +73,7 @@ def test_the_notebook_trains_serves_and_draws(left_over, tmp_path, monkeypatch):
     cl, base = evaluations(with_penalty), evaluations(without)
     for client in ("school-1", "school-2", "school-3"):
         assert cl[client, "personalised", 2]["loss"] < cl[client, "base", 0]["loss"]
-        # The figure begins as the paper's does: before the penalty, the methods are the same.
+        # In round 1, there is no penalty yet, so the methods are equal, as in the paper's figure.
         assert cl[client, "personalised", 1] == base[client, "personalised", 1]
         assert cl[client, "personalised", 2] != base[client, "personalised", 2]
     personalised = answer(cells["load"], "personalised")

@@ -50,7 +50,7 @@ def test_only_answers_that_are_generated_are_shown():
 
 
 def reply(record) -> Message:
-    InProcessGrid({}, {})  # without it Flower has no run that a message could belong to
+    InProcessGrid({}, {})  # Flower needs a run before a message can be created
     return Message(RecordDict({} if record is None else {ANSWERS: record}), 1, "evaluate")
 
 

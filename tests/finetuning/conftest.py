@@ -14,7 +14,7 @@ from finetuning.settings import AdapterSettings
 VOCABULARY = 64
 
 # Architectures that end in different ways: capped or scaled logits, tied heads, learned positions.
-# Each is its configuration class, what differs from the common sizes, and the adapted modules.
+# Each entry has the configuration class, differences from ``SIZES``, and the adapted modules.
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -53,13 +53,13 @@ def random_model() -> Callable[..., Any]:
         import transformers
 
         kind, differences, _ = ARCHITECTURES[architecture]
-        # No model has dropout of its own, so that the only dropout is the adapter's.
+        # Disable the models' dropout, so that the only dropout is the adapter's.
         names = ["attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "attention_dropout"]
         dropouts = dict.fromkeys([*names, "hidden_dropout"], 0.0)
         config = getattr(transformers, kind)(**(SIZES | dropouts | differences | changes))
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        # Larger than is usual, so that no part's influence is lost in rounding.
+        # Use unusually large weights, so that rounding hides no part's influence.
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         model.config._name_or_path = model.name_or_path = "base"
@@ -99,7 +99,7 @@ def draw_examples() -> Callable[..., list[Example]]:
             prompt = int(torch.randint(1, length - 1, (), generator=generator))
             tokens = torch.randint(2, VOCABULARY, (length,), generator=generator)
             is_target = torch.arange(length) >= prompt
-            # An answer in the middle of a conversation is followed by what isn't a target.
+            # Tokens after an answer within a conversation are no targets.
             is_target[length - 2] = bool(torch.randint(2, (), generator=generator))
             examples.append(Example(tokens, is_target, prompt, "", row))
         return examples

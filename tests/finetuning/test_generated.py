@@ -96,7 +96,7 @@ def test_a_call_repeats_and_a_longer_one_extends_it() -> None:
 
 
 def test_rows_are_the_same_on_every_machine() -> None:
-    # Written down once: a change of the word lists changes it, a change of machine must not.
+    # This text may change with the word lists, but not with the machine.
     assert examples("consultation", 1, 0, "test")[0]["input"] == (
         "I'm eight weeks behind on rent for my room and they want me out?"
     )
@@ -137,19 +137,19 @@ def test_train_and_test_share_words_but_no_facts(
     train = {facts(row) for row in rows[style, "train"]}
     test = {facts(row) for row in rows[style, "test"]}
     assert train.isdisjoint(test)
-    # Every single fact of a test row is nonetheless known from training.
+    # Nevertheless, each single fact of a test row occurs in training.
     assert {fact for key in test for fact in key} <= {fact for key in train for fact in key}
 
 
 @pytest.mark.parametrize(
     ("style", "facts"), [("court", court_facts), ("reasoning", reasoning_facts)]
 )
-def test_no_telling_run_of_a_held_out_case_occurs_in_training(
+def test_no_identifying_words_of_a_held_out_case_occur_in_training(
     style: str,
     facts: Callable[[dict[str, str]], tuple[str, ...]],
     rows: dict[tuple[str, str], list[dict[str, str]]],
 ) -> None:
-    # Twelve words are telling when the person in question and a number stand among them.
+    # Twelve words identify a case if they include the person in question and a number.
     def telling(split: str) -> set[str]:
         return {
             run

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.fuzz.targets import TARGETS
 
 FOLDER = Path(__file__).parent / "corpus"
-# Of a target's inputs together.
+# Maximum size of all inputs of a target.
 MAX_BYTES = 16_000
 _FOLLOWED = tuple(
     str(Path(importlib.util.find_spec(package).origin).parent)

@@ -76,7 +76,7 @@ STATEMENT = Statement(
     secret="0" * 64,
     digest="0" * 64,
 )
-# In a message's place of the ticket's identifier, and of the wrapped secret and its key.
+# Placeholders in a message for the ticket's identifier, and for the wrapped secret and its key.
 TICKET, WRAPPED = b"<TICKET>", b"<WRAPPED>"
 
 
@@ -113,7 +113,7 @@ def hello(data):
     ticket = book.issue(COURT, 60)
     body = data.replace(TICKET, ticket.identifier)
     before, marker, after = body.partition(WRAPPED)
-    if marker:  # the secret is wrapped for what comes before it
+    if marker:  # wrapping binds the secret to the preceding bytes
         before += key_identifier(SUITE, keys.public)
         body = before + wrap(SUITE, keys.public, bytes(32), before) + after
     key = derive(secret=ticket.secret, label=b"hello", context=b"", length=32)
@@ -138,8 +138,8 @@ def answer(data):
             end(data)
         except HandshakeError:
             continue
-        raise AssertionError("made-up bytes have finished a handshake")
-    finished, _ = client.finish(right)  # what was refused has changed nothing
+        raise AssertionError("arbitrary bytes have finished a handshake")
+    finished, _ = client.finish(right)  # refused messages change nothing
     server.accept(finished)
     return False
 
@@ -171,7 +171,7 @@ def payload(data):
         frame = unpack(data[2:], kind, agreed_on)
     except FrameError:
         return False
-    # What was read can be sent, and arrives as it was.
+    # A frame that was read can be sent, and arrives unchanged.
     again = unpack(bytes(Outgoing(frame, agreed_on).write()), kind, agreed_on)
     assert frame.fields == again.fields
     for name, tensor in frame.tensors.items():

@@ -9,5 +9,5 @@ from tests.fuzz.targets import TARGETS
 @pytest.mark.parametrize("name", TARGETS)
 def test_kept_inputs_are_accepted_or_refused_by_name(name):
     outcomes = {TARGETS[name](data) for data in read(name)}
-    # No made-up bytes finish a handshake.
+    # Arbitrary bytes never finish a handshake.
     assert outcomes == ({False} if name == "answer" else {True, False})

@@ -11,7 +11,7 @@ from chambers.in_process import InProcessGrid
 from federation.messages import LANE, invitation_of
 from server_app.main import main as server_app
 
-WORD = "quixotry"  # of the clients' text
+WORD = "quixotry"  # occurs in the clients' texts
 
 
 class Overhearing(InProcessGrid):

@@ -68,7 +68,7 @@ def test_the_last_good_one_stays_and_is_resumed(
 
 @pytest.mark.slow
 def test_one_client_alone_can_not_veto_an_adapter(values, here_and_there):
-    """Nor can it where it is the only one that replies, of two."""
+    """It can't even if it is the only one of two clients that replies."""
     here, there = here_and_there
     values |= {"strategy": "fedjudge-base", "train.local-steps": 2}
     directory = run(values | here, kind=failing("evaluate", ("gamma",)))

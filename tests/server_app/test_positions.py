@@ -57,7 +57,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(saved, architecture):
         assert expected in str(caught.value)
     with pytest.raises(BaseModelError, match=r"can take data\.max-length = 65 positions"):
         check_positions(directory, {"data.max-length": 65})
-    # The model has this many positions; this is what would happen beyond.
+    # The model has 64 positions, and fails with more.
     model = load_base_model(ModelSettings(name=str(directory))).model
     with torch.no_grad():
         model(input_ids=torch.ones(1, 64).long())
@@ -67,7 +67,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(saved, architecture):
 
 @pytest.mark.parametrize(("kind", "most"), [("longrope", 40), ("dynamic", 64)])
 def test_positions_that_a_batch_s_longest_row_decides_about_are_refused(saved, kind, most):
-    """They would be others for a short row beside a long one."""
+    """Beside a longer row, a short row would have different positions."""
     directory = saved("Phi3" if kind == "longrope" else "Llama")
     config = json.loads((directory / "config.json").read_text())
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

@@ -23,7 +23,7 @@ def serve(values):
     ],
 )
 def test_nothing_is_left_of_a_refused_run(values, tmp_path, change, error, reason):
-    """Its folder of results was made before these settings were looked at."""
+    """The run's folder was created before these settings were checked."""
     with pytest.raises(error, match=reason):
         serve(values | {"output-dir": str(tmp_path / "runs")} | change)
     assert (tmp_path / "runs").is_dir()

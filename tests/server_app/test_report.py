@@ -101,7 +101,7 @@ def check(page):
     checker = Checker()
     checker.feed(page.read_text(encoding="utf-8"))
     checker.close()
-    assert checker.open == ["html"]  # whose end tag may be left out
+    assert checker.open == ["html"]  # its end tag is optional
     return checker
 
 
@@ -112,7 +112,7 @@ def test_page_shows_results_rounds_and_configuration(run):
     text = " ".join(check(page).text.split())
     assert "fedjudge-cl on tiny" in text
     assert "2 of 3 rounds finished" in text
-    # Lowest losses and highest scores are marked; scores are the last that are known.
+    # Lowest losses and highest scores are marked; the latest known scores are shown.
     assert "court 3.111 ★ 2.566 2.655 31.110 ★ 25.660 26.550" in text
     assert "court 0.101 0.202 ★ 0.303 0.011 0.022 ★ 0.033 0.021 0.032 ★ 0.043" in text
     assert f"{HOSTILE} 3.222 - - 32.220 - -" in text
@@ -188,7 +188,7 @@ def test_plots_are_well_formed_and_described(run):
         ElementTree.fromstring(svg) for svg in re.findall(r"<svg .*?</svg>", source, re.DOTALL)
     ]
     labels = [plot.attrib["aria-label"] for plot in plots]
-    assert len(plots) == 2 + 1 + 3  # losses, scores of the one that has any, local training
+    assert len(plots) == 2 + 1 + 3  # losses, one client's scores, local training
     assert labels[0] == f"Held-out loss of {HOSTILE}: base from 3.22 to 3.22"
     assert labels[1] == (
         "Held-out loss of court: base from 3.11 to 3.11, global from 2.74 to 2.57, "

@@ -35,7 +35,7 @@ def test_texts_are_escaped_and_cut(results):
 
 @pytest.mark.parametrize("length", [0, 10, 40])
 def test_a_run_is_resumed_though_its_metrics_have_lost_their_end(results, length):
-    """As after a power failure, or from a backup for which they were copied before the rest."""
+    """This can happen after a power failure, or if a backup copied the metrics first."""
     for number in (1, 2):
         results.record({"event": "round", "round": number})
     file = results.directory / "metrics.jsonl"

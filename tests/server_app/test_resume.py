@@ -145,7 +145,7 @@ def test_resumed_equals_unbroken(
 
 @pytest.mark.slow
 def test_resumed_equals_unbroken_after_a_reply_was_lost(values, tmp_path, deep_checkpoint):
-    """Beta's head and tail of round 2 have no body: those of round 1 are evaluated with theirs."""
+    """Beta's head and tail of round 2 have no body, so those of round 1 are evaluated."""
     values |= {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}
     values |= {"split.schedule": "hierarchical", "rounds": 3, "train.local-steps": 2}
     here = {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
@@ -162,7 +162,7 @@ def test_resumed_equals_unbroken_after_a_reply_was_lost(values, tmp_path, deep_c
 def test_a_client_that_misses_a_repeated_round_keeps_its_last_adapter(
     values, tmp_path, deep_checkpoint
 ):
-    """What it trained in the round that broke off belongs to no average and no body."""
+    """The adapter trained in the interrupted round belongs to no average and no body."""
     values |= {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}
     values |= {"split.schedule": "hierarchical", "rounds": 2, "train.local-steps": 2}
     here = {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
@@ -189,7 +189,7 @@ def test_a_finished_run_can_have_more_rounds(values, tmp_path):
     assert all(event["penalty"] > 0 for event in trained)
     kept = [file.stem for file in checkpoint_files(directory)]
     assert kept == ["round-0002", "round-0003"]
-    # With J at the adapter of round 2, which the run's last evaluation had no use for.
+    # Round 3 needs J at the adapter of round 2, which the finished run didn't compute.
     there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
     one, other = final(directory), final(run(values | there | {"rounds": 3}))
     assert one.keys() == other.keys()

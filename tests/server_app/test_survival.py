@@ -50,7 +50,7 @@ def unfinished(directory: Path) -> list[Path]:
 
 
 class Filling(InProcessGrid):
-    """Fills a disk except for some KiB when the clients have answered a message."""
+    """Fills a disk except for some KiB after the clients have answered a message."""
 
     def __init__(self, values, disk, about, free):
         super().__init__(values, NODES)
@@ -72,7 +72,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
     values |= {"strategy": "fedjudge-base", "adapter.rank": 16, "rounds": 2}
     here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
     unbroken = serve(here)
-    # What doesn't fit is a reply, a personalised adapter, and a checkpoint.
+    # In turn, a reply, a personalised adapter and a checkpoint don't fit.
     for about, free in ((("train", 2), 0), (("train", 2), 76), (("evaluate", 1), 12)):
         there = values | {
             "output-dir": str(small_disk / str(free)),
@@ -94,12 +94,12 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
 
 @pytest.mark.slow
 def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(values, tmp_path):
-    # A checkpoint of some megabytes, so that there is time to kill.
+    # Write a large checkpoint, so that there is time to kill the process.
     values |= {"strategy": "fedjudge-base", "rounds": 1, "adapter.rank": 5_000}
     values |= {"train.local-steps": 1}
     here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
     there = values | {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
-    # On a busy machine the signal may come when it has been written, or not at all.
+    # On a busy machine, the signal may come too late.
     for _ in range(5):
         directory = kill_while_writing(there, "round-0001.safetensors")
         if checkpoints(directory) == [0]:
@@ -138,7 +138,7 @@ def kill_while_writing(values: dict, name: str) -> Path:
     process.start()
     end = time.monotonic() + SECONDS
     runs, aside = Path(values["output-dir"]), f".{name}.{process.pid}.new"
-    # Without a pause, since the file is there for a moment; on a busy machine that may be missed.
+    # Check without a pause, because the file exists only briefly and can be missed.
     while not list(runs.glob(f"*/checkpoints/{aside}")) and process.is_alive():
         assert time.monotonic() < end
     process.kill()
@@ -152,7 +152,7 @@ def test_a_folder_whose_replacement_was_interrupted_gets_its_old_content_back(tm
         with replacing(tmp_path / name) as aside:
             aside.mkdir()
             (aside / "weights").write_text("old")
-    # As a process leaves them that is killed between two renames, and while it writes.
+    # As left by processes killed between two renames, and while writing.
     (tmp_path / "adapter").rename(tmp_path / ".adapter.4711.old")
     shutil.copytree(tmp_path / "other", tmp_path / ".adapter.4711.new")
     (tmp_path / ".other.4712.new").mkdir()

@@ -28,7 +28,7 @@ def start(
     digests = fingerprint(locate(config.model.name))
     known = {name: value for name, value in digests.items() if name not in unknown}
     strategy = kind(config, known, Progress("test"), journal, signer)
-    # These clients answer while they are asked: what has not come by then will not come.
+    # These clients answer while they are asked, so there is nothing to wait for afterwards.
     strategy.start(grid, to_arrays(state), config.rounds, timeout=timeout)
     return strategy
 

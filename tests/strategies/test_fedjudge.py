@@ -1,4 +1,4 @@
-"""FedJudge with clients and server together: averages, penalty, silent clients, order."""
+"""FedJudge with clients and server: averages, penalty, silent clients and order."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_larger_lambda_keeps_local_adapters_nearer(values, tmp_path, importanc
 
 def test_batch_size_does_not_change_importance(values, tmp_path):
     def sent(batch_size: int) -> dict[str, torch.Tensor]:
-        # Hardly anything is learnt, so that J is computed at the same weights.
+        # The learning rate is tiny, so J is computed at nearly the same weights.
         own = values | {"train.batch-size": batch_size, "train.learning-rate": 1e-9, "rounds": 2}
         own |= {"state-path": str(tmp_path / str(batch_size))}
         grid = SpyingGrid(own)
@@ -147,7 +147,7 @@ def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(finish
 
 
 def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(values, tmp_path):
-    """J is of one row here, and therefore the absolute gradient of that row's loss."""
+    """Here, J is computed on one row, so it is the absolute gradient of that row's loss."""
     own = values | {"rounds": 2, "continual.importance-examples": 1, "state-path": str(tmp_path)}
     own |= {"train.local-steps": 2}
     grid, journal = SpyingGrid(own), MemoryJournal()
@@ -187,7 +187,7 @@ def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(val
                 for name, value in model.gradients_of(row).items()
             )
         ]
-    assert len(drawn) == 3 and any(drawn), "rows are drawn, and not those at the beginning"
+    assert len(drawn) == 3 and any(drawn), "rows are drawn, not taken from the beginning"
 
 
 def test_clients_share_no_storage(values, tmp_path):
@@ -201,9 +201,9 @@ def test_clients_share_no_storage(values, tmp_path):
             assert same(states[other], before[other])
 
 
-# Two weights of each client's adapter; by data size, each of them has a mean of almost 0. A sum of
-# floats loses gamma's first unless alpha's and beta's are added before it. Its second makes its
-# adapter as large as theirs.
+# Two weights of each client's adapter, whose means, weighted by data size, are almost 0. A sum of
+# floats loses gamma's first weight unless alpha's and beta's are added before it. Gamma's second
+# weight makes its adapter as large as theirs.
 CANCELLING = {
     "alpha": (2.0**20, -(2.0**20)),
     "beta": (-(2.0**21), 0.0),
@@ -262,13 +262,13 @@ def test_a_schedule_of_learning_rates_spans_all_rounds(values, tmp_path):
         if e["event"] == "train"
     }
     for client in SIZES:
-        # Those of each round's second step, counted from 0 over all six.
+        # The rates of each round's second step, where the six steps are counted from 0.
         expected = [5e-3 * (6 - step) / 6 for step in (1, 3, 5)]
         assert [rates[number, client] for number in (1, 2, 3)] == pytest.approx(expected)
 
 
 def test_every_client_and_round_draws_for_itself(values, tmp_path, monkeypatch):
-    """Clients with the same rows: the order of rows and the dropout differ, and can be repeated."""
+    """With equal rows, the order of rows and the dropout differ, but are reproducible."""
     for name in SIZES:
         write_rows(tmp_path / "data" / name / "train.jsonl", 12, seed=0)
         write_rows(tmp_path / "data" / name / "test.jsonl", 2, seed=1)

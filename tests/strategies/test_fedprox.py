@@ -1,4 +1,4 @@
-"""FedProx with clients and server together, and settings with which it is refused."""
+"""FedProx with clients and server, and settings with which it is refused."""
 
 import pytest
 import torch

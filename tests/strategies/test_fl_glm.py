@@ -117,7 +117,7 @@ def test_a_gguf_file_trains_as_its_checkpoint_does(split_values, deep_checkpoint
 def test_a_template_that_divides_rows_makes_more_steps_of_them(
     split_values, deep_checkpoint, tmp_path
 ):
-    """Four rows with three answers each: twelve examples, four in each step."""
+    """Four rows with three answers each give twelve examples, four in each step."""
     model, data = tmp_path / "model", tmp_path / "data" / "alpha"
     shutil.copytree(deep_checkpoint, model)
     (model / "chat_template.jinja").write_text(THINKING)
@@ -154,7 +154,7 @@ def test_both_schedules_agree_on_one_client(split_values, tmp_path):
 
 @pytest.mark.slow
 def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, finished):
-    """And gives the loss that was measured through lanes."""
+    """The loss equals the one that was measured through lanes."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -186,7 +186,7 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, finished):
 
 @pytest.mark.slow
 def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tmp_path):
-    """Their scores are: base before the first round, global and personalised after the last."""
+    """So are the scores of the base model before round 1, and of adapters after the last round."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -199,7 +199,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}
     answering["show-answers"] = 2
     values = split_values | {f"evaluate.{key}": value for key, value in answering.items()}
-    # So many steps that the random model generates some of the words.
+    # Train until the random model generates some of the words.
     values |= {"adapter.rank": 16, "train.epochs": 8, "train.learning-rate": 2e-2}
     values |= {"adapter.targets": "q_proj,v_proj,up_proj,down_proj,lm_head"}
     journal = run(values, tmp_path)
@@ -240,7 +240,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
 def test_a_client_that_breaks_off_is_left_out_and_named(
     split_values, tmp_path, schedule, replies, reason, monkeypatch
 ):
-    """Beta stops in its second round, and says so or replies as if it had not; others continue."""
+    """Beta stops in round 2, and reports it or replies as usual; the others continue."""
     values = split_values | {"split.schedule": schedule, "min-nodes": 2, "train.local-steps": 1}
     train, end = fl_glm.train_round, SplitModel.end
     late = False
@@ -322,7 +322,7 @@ def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values
 
 
 def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_path):
-    """Gamma does; the others, which wait for it to join, would exceed round-timeout."""
+    """Gamma refuses; if the others waited for it to join, they would exceed round-timeout."""
 
     class Polled(ConcurrentGrid):
         pull_interval = 0.01
@@ -353,7 +353,7 @@ def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_
 
 
 def test_an_embedding_and_a_head_alone_have_nothing_to_train(split_values, tmp_path):
-    """FedBERT's split, with adapters on attention: all of them are at the server."""
+    """In FedBERT's split, all adapters on attention are at the server."""
     cut = {"split.head-blocks": 0, "split.tail-blocks": 0, "rounds": 1}
     journal = run(split_values | cut, tmp_path)
     losses = {
@@ -427,9 +427,9 @@ def test_a_port_in_use_is_an_error_that_names_the_setting(split_values, tmp_path
 def test_a_client_with_another_block_is_refused_by_name(
     split_values, tmp_path, deep_checkpoint, number, clients, is_known, reasons
 ):
-    """Its first block is another one; the server's own blocks are equal.
+    """Its first block differs; the server's blocks are equal.
 
-    If the server doesn't hold that block, it is compared between clients: two are no majority.
+    If the server lacks that block, clients are compared with each other; two have no majority.
     """
     swapped = tmp_path / "swapped"
     shutil.copytree(deep_checkpoint, swapped)

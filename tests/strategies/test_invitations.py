@@ -30,7 +30,7 @@ def test_keys_are_renewed_every_so_many_rounds_and_at_no_other_time(split_values
     grid = Noting(values, {1: {"partition-id": 0, "num-partitions": 3}})
     run_in_process(values, tmp_path, 1, grid)
     assert [note[:2] for note in grid.keys[:3]] == [(0, "evaluate"), (1, "train"), (1, "evaluate")]
-    # Before the first round those of the first.
+    # Before the first round, the key of the first round is used.
     periods = [(max(1, number) - 1) // every for number, _, _, _ in grid.keys]
     keys = [key for *_, key in grid.keys]
     assert [keys.index(key) for key in keys] == [periods.index(period) for period in periods]

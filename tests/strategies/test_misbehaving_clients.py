@@ -149,7 +149,7 @@ INVALID = {
 
 @pytest.mark.parametrize("kind", INVALID)
 def test_an_invalid_reply_is_left_out_by_name_and_the_others_count(values, tmp_path, kind):
-    """Of all kinds in a round; and once more of those that a client sends or doesn't."""
+    """Each kind occurs in a round; a NaN and a missing reply also occur in the next one."""
     how, reason = INVALID[kind]
     count = 2 if kind in {"NaN", "silence"} else 1
     own = values | {"state-path": str(tmp_path), "rounds": count, "min-nodes": 2}
@@ -199,7 +199,7 @@ BEYOND = {
         with_metric("loss-first", math.nextafter(-1e30, -math.inf)),
         "these are not: loss",
     ),
-    "weight": (put(with_one(2.0**30 + 128)), "beyond 2³⁰"),  # the next float32
+    "weight": (put(with_one(2.0**30 + 128)), "beyond 2³⁰"),  # the next float32 value
 }
 
 
@@ -263,7 +263,7 @@ def test_a_client_that_vanishes_is_named(values, tmp_path):
 
 
 def test_those_left_out_are_named_in_the_order_of_names(values, tmp_path):
-    """Whoever answers oddly is known before those who don't answer at all."""
+    """An invalid answer is noticed before a missing one."""
     silent, wrong = INVALID["silence"][0], INVALID["NaN"][0]
     own = values | {"strategy": "fedjudge-base", "rounds": 1, "min-nodes": 1}
     own |= {"state-path": str(tmp_path), "train.local-steps": 1}
@@ -278,7 +278,7 @@ def test_those_left_out_are_named_in_the_order_of_names(values, tmp_path):
 
 
 def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
-    """The SuperLink answers in its own name for a SuperNode that it no longer hears of."""
+    """The SuperLink answers in place of a SuperNode that sends no heartbeats."""
 
     def lose(reply):
         asked = Message(RecordDict(), 10**9, reply.metadata.message_type)

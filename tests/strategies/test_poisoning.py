@@ -99,7 +99,7 @@ def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
 
 
 def test_nobody_chooses_the_global_adapter(values, tmp_path):
-    """Gamma sends what makes the mean of the three, with 8 of 44 rows, the one that it wants."""
+    """With 8 of 44 rows, gamma sends values that would give the uncapped mean that it wants."""
     values |= {"strategy": "fedjudge-base", "rounds": 1}
     grid = SpyingGrid(values | {"state-path": str(tmp_path)}, filled("train", 5.0 * 44 / 8))
     journal = run_in_process(values, tmp_path, 3, grid)
@@ -113,7 +113,7 @@ def test_nobody_chooses_the_global_adapter(values, tmp_path):
 def test_a_claim_of_many_rows_does_not_take_all_the_weight(
     values, deep_checkpoint, tmp_path, strategy
 ):
-    """Three quarters at most (max-share): 24 and 12 rows are a quarter, 108 the rest."""
+    """With max-share, gamma counts three quarters: 108 rows, beside 24 and 12 of the others."""
     if strategy == "fl-glm":
         values |= {"model.name": str(deep_checkpoint), "split.wire-dtype": "float32"}
         values |= {"split.schedule": "hierarchical"}

@@ -52,7 +52,7 @@ def test_fedjudge_with_penalty_learns_prefixes(prefix_values, tmp_path):
 def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     prefix_values, deep_checkpoint, tmp_path, schedule
 ):
-    """They give the losses and the texts that were measured through lanes."""
+    """They give the losses and texts that were measured through lanes."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

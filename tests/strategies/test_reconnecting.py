@@ -14,8 +14,8 @@ class Restarting(SpyingGrid):
     def __init__(self, values, nodes, before_training):
         super().__init__(values, self.without_a_second_answer, nodes)
         self.since, self.before_training = {1: "first", 2: "first"}, before_training
-        self.names = {}  # under which the coordinator has registered them
-        self.max_answers = 2  # to queries, of each node
+        self.names = {}  # the coordinator's registered names
+        self.max_answers = 2  # of each node to queries
 
     def get_nodes(self):
         return [
@@ -98,7 +98,7 @@ def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
     ],
 )
 def test_nobody_takes_the_name_of_another_registered_institution(own, nodes, name, reason):
-    """While beta is away, one registered as gamma, or without a name, says that it is Beta."""
+    """While beta is away, a node registered as gamma, or without a name, claims to be beta."""
     nodes[4]["name"] = "Beta"
 
     def change(grid, number):
@@ -128,7 +128,7 @@ def test_one_that_was_restarted_is_asked_again(own, nodes, tmp_path):
             (data / "gamma" / "train.jsonl").write_text(good)
             grid.since[2] = grid.since[3] = "third"
         if number == 3:
-            grid.since[2] = "fourth"  # and is not heard when it is asked
+            grid.since[2] = "fourth"  # and its answer is lost
 
     grid, journal = Restarting(own, nodes, change), MemoryJournal()
     start(own, grid, journal)

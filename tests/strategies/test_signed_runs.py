@@ -71,7 +71,7 @@ def test_a_signed_run_trains_the_same(values, tmp_path, signer):
 
 @pytest.mark.parametrize("forged", ["unauthenticated", "another's", "changed"])
 def test_a_reply_in_another_s_name_is_left_out_by_name(values, tmp_path, signer, forged):
-    """Whoever can store a reply in a client's name doesn't know the instruction's secret."""
+    """An attacker who stores a reply in a client's name doesn't know the instruction's secret."""
     kept = []
 
     def change(reply):
@@ -201,7 +201,7 @@ def ask(one_run):
 
 
 def test_objects_that_someone_has_announced_end_no_run(ask, signer, tmp_path):
-    """An institution announces what it can predict of an instruction, with other children."""
+    """An institution announces predictable objects of an instruction, with other children."""
     arrays = to_arrays({"lora_A": torch.arange(6.0).reshape(2, 3)})
     instruction = ConfigRecord({"round": 1})
     predicted = get_all_nested_objects(RecordDict({CONFIG: instruction, ARRAYS: arrays}))
@@ -232,10 +232,10 @@ def test_a_message_whose_objects_were_blocked_is_sent_with_others(ask, signer, t
 
 
 def test_equal_arrays_are_stored_once(ask, signer, tmp_path):
-    """The adapter goes to every client, and a SuperLink's database holds it once."""
+    """The adapter is sent to every client, but stored once in the SuperLink's database."""
     superlink = SuperLink(tmp_path)
     ask(superlink, signer, to_arrays({f"lora_{n}": torch.ones(2, 3) for n in range(5)}))
-    # A message, its records and its record of bytes for each client; for all: arrays and chunks.
+    # Each client has a message, records and a record of bytes; all share arrays and chunks.
     replies, requests, shared = 3 * 3, 3 * 3, 1 + 5 * 2
     assert len(superlink.store) == replies + requests + shared
 

@@ -93,7 +93,7 @@ def test_each_seed_has_a_run_for_each_arm_and_for_each_client_alone(file):
 
 @pytest.mark.parametrize("name", [file.stem for file in (ROOT / "experiments").glob("*.toml")])
 def test_shipped_experiments_can_be_run(name, tmp_path, capsys):
-    """Without the check of the folder they would begin."""
+    """They are refused only because the output folder exists."""
     file = ROOT / "experiments" / f"{name}.toml"
     for size in read_experiment(file).sizes:
         words = ["--size", size, "--output", str(tmp_path)]
@@ -142,7 +142,7 @@ def test_tables_and_plots_are_made_of_results_alone(file, tmp_path, capsys):
     assert table["alone, school-2"][:3] == [none, each, none]
     assert table["alone, school-2"][3].startswith("33 (")
     assert table["the same answer"][:1] == ["8 (8 to 8)"]
-    # Question by question, one of three knows the answer alone.
+    # Trained alone, one client of three knows the answer to each question.
     assert table["together"][3:5] == ["100 (100 to 100)", "**67 (67 to 67)**"]
     assert table["together"][-1] == "*71.4*"
     assert (tmp_path / "articles.md").read_text() in page
@@ -214,7 +214,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     file.write_text(text.replace('"alone", ', ""))
     folder = tmp_path / "out"
     words = ["experiment", str(file), "--output", str(folder)]
-    # One run can't be carried out, and the other one is complete.
+    # One run fails; the other one completes.
     broken = (
         file.read_text()
         + '[arms.broken]\nlabel = "broken"\nsettings = {"adapter.targets" = "none"}\n'
@@ -229,7 +229,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     measured = folder / "runs" / "together-seed-3" / "measured.jsonl"
     before = measured.stat()
     assert main([*words, "--resume"]) == 0
-    assert measured.stat().st_mtime_ns == before.st_mtime_ns, "what was measured is kept"
+    assert measured.stat().st_mtime_ns == before.st_mtime_ns, "it was measured again"
     shown = capfd.readouterr()
     assert "finished: broken" not in shown.err
     about, *lines = map(json.loads, (folder / RESULTS).read_text().splitlines())

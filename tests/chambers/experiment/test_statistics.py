@@ -25,7 +25,7 @@ def test_seeds_that_differ_widen_an_interval():
     same = [np.zeros(100) + noise for noise in drawn(5, 100)]
     apart = [values + shift for values, shift in zip(same, (-2, -1, 0, 1, 2), strict=True)]
     narrow, wide = interval(same), interval(apart)
-    # A bootstrap of five means of equal distance: their deviation over the root of their number.
+    # A bootstrap of five equidistant means: the standard error is their deviation / √5.
     assert wide.high - wide.low == pytest.approx(2 * 1.96 * np.sqrt(2.0) / np.sqrt(5), rel=0.1)
     assert narrow.high - narrow.low < 0.3 * (wide.high - wide.low)
 

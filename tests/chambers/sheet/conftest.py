@@ -31,7 +31,7 @@ def write_answers(folder, model, questions=QUESTIONS, **more):
 
 @pytest.fixture
 def study(tmp_path, capsys):
-    """Return a function that makes sheets of all models, and returns their folder."""
+    """Return a function that makes sheets for all models, and returns their folder."""
 
     def make(name="study", *words):
         answers = [write_answers(tmp_path, model) for model in MODELS]

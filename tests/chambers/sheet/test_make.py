@@ -163,7 +163,7 @@ def test_answers_that_do_not_belong_together_are_refused(tmp_path, capsys, secon
         (("a=x", "--annotators", "0"), "--annotators 0"),
     ],
 )
-def test_what_can_t_be_meant_is_refused(tmp_path, capsys, words, reason):
+def test_invalid_arguments_are_refused(tmp_path, capsys, words, reason):
     assert reason in refused(capsys, "sheet", "make", *words, "--output", tmp_path / "study")
 
 

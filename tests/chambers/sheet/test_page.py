@@ -42,7 +42,7 @@ def test_scores_are_kept_saved_loaded_and_read(study, tmp_path, capsys):
         assert own.run(STATE).startswith("All answers scored")
         own.run("document.querySelector('#save').click()")
         finished = saved(downloads, "annotator-1.csv")
-        # Elsewhere: nothing is kept in that browser.
+        # As in a different browser, which has no stored scores.
         own.run("localStorage.clear()")
         own.open(page.as_uri())
         assert own.run(STATE) == f"0 of {count} answers scored"

@@ -24,8 +24,8 @@ def test_the_table_has_means_and_their_spread(study, capsys):
 
     files = [fill(folder, score, annotator) for annotator in (1, 2)]
     shown = told(capsys, "sheet", "read", folder / "key.json", *files)
-    # Of 12 questions, 8 have the mean 2.5 and 4 have 2.
-    # The quantile of Student's t with 11 degrees of freedom.
+    # Of 12 questions, 8 have the mean 2.5 and 4 have the mean 2.
+    # 2.201 is the quantile of Student's t with 11 degrees of freedom.
     spread = 2.201 * np.std([2.5] * 8 + [2] * 4, ddof=1) / np.sqrt(12)
     assert shown.splitlines()[:5] == [
         "| Model | Usefulness | Fluency |",
@@ -73,7 +73,7 @@ def test_agreement_is_krippendorff_s_alpha(tmp_path, capsys):
 
 
 def test_tables_that_spreadsheets_have_saved_are_read(study):
-    """With other separators, encodings, decimal places and orders of rows and columns."""
+    """Separators, encodings, decimal places and the order of rows and columns may differ."""
     folder = study()
     rows = read_table(folder)
     random.Random(0).shuffle(rows)

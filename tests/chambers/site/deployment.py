@@ -27,7 +27,7 @@ FLOWER = {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
 }
 
-# The smallest app: asks one SuperNode, and fails unless it is answered.
+# The smallest app: it asks one SuperNode, and fails unless the SuperNode answers.
 APP = {
     "pyproject.toml": b"""
 [project]
@@ -230,7 +230,7 @@ class Coordinator:
         return self.runs()[0]["status"], log
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the runs, the newest first."""
+        """Return the runs, newest first."""
         runs: list[dict[str, Any]] = self._listed("ls", "deployment")["runs"]
         return runs
 

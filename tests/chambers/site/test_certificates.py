@@ -73,7 +73,7 @@ def test_renewal_keeps_authority_and_names(capsys, tmp_path):
 
 
 def test_a_new_authority_is_introduced_before_it_is_used(capsys, tmp_path):
-    """The commands of docs/operations.md."""
+    """Run the commands of docs/operations.md."""
     write(capsys, tmp_path, *NAMES)
     old = tmp_path / "at-the-institution.pem"
     old.write_bytes((tmp_path / "authority.pem").read_bytes())
@@ -102,7 +102,7 @@ def test_only_the_authority_can_sign_and_both_expire(capsys, tmp_path):
     now = datetime.now(UTC)
     for name, days, signs, depth in (("authority", 3651, True, 0), ("server", 365, False, None)):
         certificate = x509.load_pem_x509_certificate((tmp_path / f"{name}.pem").read_bytes())
-        # A day early, for machines whose clock is slow.
+        # It is valid a day early, for machines whose clocks are slow.
         dates = {-1: certificate.not_valid_before_utc, days: certificate.not_valid_after_utc}
         for after, date in dates.items():
             assert abs(date - now - timedelta(days=after)) < timedelta(minutes=5)

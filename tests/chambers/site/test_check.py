@@ -1,4 +1,4 @@
-"""``chambers site check``: each problem has a line that names it and says what to do."""
+"""``chambers site check``: each problem has a line that names it and its remedy."""
 
 import json
 import shutil
@@ -129,7 +129,7 @@ def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
         status, output = at_coordinator(capsys, site, port, "--model", checkpoint)
     assert status == 0, output
     assert "valid for 364 days" in output and "valid for 3650 days" in output
-    # With fl-glm it computes the model's body.
+    # With fl-glm, the coordinator computes the model's body.
     assert f"model: {checkpoint} has the digest " in output
     assert "ok   GPU: " in output
 
@@ -203,7 +203,7 @@ def test_what_an_institution_sees(capsys, site, checkpoint):
     with proxy(site.folder) as port:
         output = at_institution(capsys, site, port, "--model", checkpoint)
     lines = output.splitlines()
-    # Only the stand-in for the SuperLink doesn't know of node keys.
+    # The only problem: the stand-in for the SuperLink doesn't know node keys.
     (problem,) = (line for line in lines if line.startswith("fix"))
     assert f"127.0.0.1:{port} answers 501 to /v1/fleet/" in problem
     assert f"ok   court: 8 training rows and 3 held-out rows in {site.data}" in lines
@@ -220,7 +220,7 @@ def test_tls_errors_name_the_cure(capsys, site, tmp_path):
         assert "get authority.pem from the coordinator" in output
         output = at_institution(capsys, site, port, superlink=f"127.0.0.2:{port}")
         assert "nothing listens there" in output
-    # A name that only the certificate lacks: the address is this machine's.
+    # The address is this machine's, but the certificate lacks the name.
     open_authority(site.folder).issue(site.folder, ["other.example.org"], 90)
     with proxy(site.folder) as port:
         output = at_institution(capsys, site, port, superlink=f"localhost:{port}")
@@ -327,7 +327,7 @@ def test_data_and_model(capsys, site, checkpoint, tmp_path):
 
 
 def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
-    """Each check has its line, and the others follow."""
+    """An unreadable file fails only the check that reads it."""
     lines = len(at_institution(capsys, site, 1).splitlines())
     closed = tmp_path / "closed"
     closed.mkdir()

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 FULL = "(sqlite3.OperationalError) database or disk is full"
 
-# The app waits for a file before it asks, and asks with more than the database has room for.
+# The app waits for a file, and then sends a message that is too large for the database.
 BIG = APP["tiny.py"].replace(
     b"    message = Message(content=RecordDict(),",
     b"""    import os, pathlib
@@ -92,7 +92,7 @@ def write_app(folder: Path, go: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path):
+def test_everything_but_the_run_continues_once_there_is_space(coordinator, tmp_path):
     go, log = tmp_path / "go", coordinator.folder / "superlink.log"
     app = write_app(tmp_path / "app", go)
     submit = ("flwr", "run", app, "deployment")
@@ -108,7 +108,7 @@ def test_all_goes_on_when_there_is_space_again_but_the_run(coordinator, tmp_path
         fill(coordinator.folder / "database")
         go.touch()
         program.wait(60)
-        # Of the SuperNode, so that it has been refused once at least.
+        # Wait until a heartbeat of the SuperNode has been refused.
         wait_until(
             lambda: (
                 f"send-node-heartbeat][UnexpectedError:OperationalError] {FULL}" in log.read_text()
@@ -171,11 +171,11 @@ class Attacker:
             assert self.client.PushObject(request).stored
 
 
-# 0.2 GB are sent, and their deletion is written to the WAL.
+# 0.2 GB are sent, and their deletion also takes space in the WAL.
 @pytest.mark.nightly
 @pytest.mark.parametrize("coordinator", ["900m"], indirect=True)
-def test_who_sends_messages_to_itself_is_held_back_and_named(coordinator, tmp_path):
-    """The run goes on, and what was sent is gone when the database is restored."""
+def test_an_institution_that_floods_itself_is_slowed_down_and_named(coordinator, tmp_path):
+    """The run continues, and restoring the database deletes what was sent."""
     go, database = tmp_path / "go", coordinator.folder / "database" / "superlink.db"
     app = write_app(tmp_path / "app", go)
     court = Institution(tmp_path / "court", coordinator)

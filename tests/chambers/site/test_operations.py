@@ -85,7 +85,7 @@ def test_only_signed_code_runs_until_the_key_is_withdrawn(coordinator, instituti
         release(coordinator, tmp_path / "bob", **{"tiny.py": altered})
         status, log = coordinator.run("@courts/tiny==1.0.0")
         assert status.startswith("finished:failed") and REFUSED in log
-    # Alice's key is withdrawn; Bob signs the release, too.
+    # Alice's key is withdrawn; then Bob also signs the release.
     trusted.write_text(line + other)
     (key_id,) = yaml.safe_load(line)
     (block,) = documented("Withdraw a signing key", KEY_ID=key_id)
@@ -154,7 +154,7 @@ def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, 
     release(coordinator, tmp_path / "alice")
     with institution.supernode() as process:
         assert coordinator.run("@courts/tiny==1.0.0")[0] == "finished:completed"
-        for _ in range(2):  # the second replaces the first
+        for _ in range(2):  # the second backup replaces the first
             bash(coordinator, backup)
         assert (coordinator.folder / "backup").stat().st_mode & 0o77 == 0
         later = Institution(tmp_path / "later", coordinator)
@@ -178,7 +178,7 @@ def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, 
 
 @pytest.mark.nightly
 def test_deletion_leaves_nothing_of_a_run(coordinator, institution, checkpoint, tmp_path):
-    """A release of this app, signed, and run to the end."""
+    """Sign a release of this app, run it to the end, and delete it."""
     key = tmp_path / "alice"
     (institution.folder / "trusted.yaml").write_text(reviewer(coordinator, key))
     app = tmp_path / "chambers"
@@ -209,5 +209,5 @@ def test_deletion_leaves_nothing_of_a_run(coordinator, institution, checkpoint, 
     (block,) = documented("Delete")
     environment = {k: v for k, v in os.environ.items() if k != "FLWR_HOME"} | {"HOME": str(home)}
     subprocess.run(["bash", "-ec", block], env=environment, check=True)
-    # Flower's own file with a random name of the installation.
+    # Flower's file with a random name for the installation remains.
     assert [path for path in home.rglob("*") if path.is_file()] == [home / ".flwr" / "source"]

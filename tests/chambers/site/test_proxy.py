@@ -22,7 +22,7 @@ from tests.marks import nightly
 from tests.waiting import wait_until
 
 OBJECT, MESSAGE = "/v1/fleet/push-object", "/v1/fleet/push-messages"
-# Accepts everything, and writes from which address it has come.
+# A server that accepts every request, and logs the address that it came from.
 SUPERLINK = """
 pid superlink.pid;
 error_log stderr;
@@ -112,7 +112,7 @@ def checked(coordinator, capsys) -> str:
 def test_a_flood_is_held_to_its_rate_and_its_address_is_named(
     coordinator, capsys, path, body, at_once, per_second
 ):
-    """What an honest institution sends passes meanwhile, without delay."""
+    """Meanwhile, an honest institution's messages pass without delay."""
     over, started = threading.Event(), time.monotonic()
 
     def flood():
@@ -149,7 +149,7 @@ def test_what_is_refused_is_tried_again_by_supernodes_and_not_logged(coordinator
         statuses = (each.result() for each in as_completed(answers))
         refused = next(status for status in statuses if status != 200)
         for connection in waiting:
-            with suppress(OSError, AttributeError):  # those that have been answered
+            with suppress(OSError, AttributeError):  # closed after an answer
                 connection.sock.shutdown(socket.SHUT_RDWR)
     assert refused == 503 in _RETRYABLE_STATUS_CODES
     assert " 503 " not in coordinator.log.read_text()

@@ -55,7 +55,7 @@ def test_a_site_accepts_what_its_reviewer_has_signed_and_nothing_else(capsys, re
         assert fab.content == release.read_bytes()
         assert _verify_fab(fab, alice)
         assert not _verify_fab(fab, bob)
-        # Whoever signs under another's name is not believed.
+        # A signature under another reviewer's name is refused.
         assert not _verify_fab(fab, dict.fromkeys(alice, *bob.values()))
         # The coordinator changes the code, and keeps the signatures.
         (served,) = folder.glob("*.fab")
@@ -71,7 +71,7 @@ def test_reviewers_add_their_signatures_to_one_release(capsys, release, tmp_path
         for name in ("alice", "bob", "alice"):
             sign(capsys, release, tmp_path / name, folder, "--url", url)
         assert _verify_fab(fetch(url), alice) and _verify_fab(fetch(url), bob)
-        # Another release has none of the earlier one's signatures.
+        # A different release has none of the first one's signatures.
         build(release, **{"tiny.py": APP["tiny.py"] + b"print(1)"})
         sign(capsys, release, tmp_path / "bob", folder, "--url", url)
         fab = fetch(url)

@@ -24,7 +24,7 @@ SETTINGS = AdapterSettings(rank=3, alpha=6, targets="q_proj, v_proj")
 
 @pytest.fixture
 def base(checkpoint):
-    """The small checkpoint, loaded again, since attaching an adapter changes a model in place."""
+    """Load the small checkpoint anew, because attaching an adapter changes a model in place."""
     return load_base_model(ModelSettings(name=str(checkpoint)))
 
 
@@ -93,7 +93,7 @@ def test_the_initial_adapter_is_decided_by_its_seed(checkpoint):
     drawn = torch.rand(3)
     torch.manual_seed(2)
     again, _ = initial_adapter(str(checkpoint), SETTINGS, seed=1)
-    assert torch.equal(torch.rand(3), drawn), "nobody else's random numbers are used up"
+    assert torch.equal(torch.rand(3), drawn), "the global generator is unchanged"
     other, _ = initial_adapter(str(checkpoint), SETTINGS, seed=2)
     assert all(torch.equal(value, again[name]) for name, value in first.items())
     random_halves = [name for name in first if "lora_A" in name]
@@ -110,7 +110,7 @@ def test_another_model_s_tensors_are_refused(adapted):
         load_adapter(model, {n: v for n, v in state.items() if n != name})
     with pytest.raises(ValueError, match="foreign"):
         load_adapter(model, state | {"foreign.weight": torch.zeros(1)})
-    # A shape that could be broadcast is still not the right one.
+    # A shape that could be broadcast is refused, too.
     last = list(state)[-1]
     with pytest.raises(ValueError, match=r"has shape \(1, 1\)"):
         load_adapter(model, {n: v + 1 for n, v in state.items()} | {last: torch.zeros(1, 1)})

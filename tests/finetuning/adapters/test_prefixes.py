@@ -31,13 +31,13 @@ from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
-# What has as many heads of keys as of queries can't be told otherwise by the common sizes.
+# These architectures have as many key heads as query heads, unlike the common sizes.
 SAME_HEADS = {"num_key_value_heads": 4}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mixtral": {"head_dim": 16},  # its heads are together wider than the model
+    "mixtral": {"head_dim": 16},  # together, its heads are wider than the model
     "qwen2": {},
-    "gemma2": {},  # a window of 8, which the later tokens have left the prefix behind
+    "gemma2": {},  # later tokens' windows of 8 no longer contain the prefix
     "granite": {},
     "gpt2": SAME_HEADS,
     "opt": SAME_HEADS,
@@ -122,7 +122,7 @@ def test_loss_and_gradient_are_those_of_peft_s_own_forward(
 
 
 def test_a_micro_batch_has_as_many_rows_as_fit_with_their_prefixes(random_model, draw_examples):
-    """Without them three times as many short rows as long ones would go together."""
+    """If prefixes weren't counted, micro-batches of short rows would be too large."""
     examples = draw_examples(40)
     longest = max(len(example.tokens) for example in examples)
     taken: list[int] = []

@@ -65,7 +65,7 @@ def test_nobody_has_more_than_the_largest_share(values, largest):
     if max(values.values()) <= largest * sum(values.values()):
         assert counted == values
     else:
-        # Those that are capped count the same, and the others all that they have.
+        # All capped sizes are equal, and the others are unchanged.
         assert {counted[n] for n, size in values.items() if counted[n] < size} <= {
             max(counted.values())
         }
@@ -118,7 +118,7 @@ def test_exaggerated_importance_becomes_what_is_typical(count, value, everywhere
     assert factors.keys() == {"alpha"}
     for key in "AB":
         others = torch.stack([state[key] for state in honest.values()])
-        # The others' median, or that of their means over the tensor.
+        # The median of the others' values, and the median of their means over the tensor.
         median = others.sort(dim=0).values[len(honest) // 2]
         mean = others.mean(dim=1).sort().values[len(honest) // 2]
         assert (states[key]["alpha"] <= median.clamp(min=float(mean))).all()

@@ -1,4 +1,4 @@
-"""Converted tokenizers encode and decode as SentencePiece does, and format prompts as originals."""
+"""Converted tokenizers encode and decode like SentencePiece, with the originals' prompts."""
 
 from itertools import chain
 
@@ -35,7 +35,7 @@ def test_it_encodes_and_decodes_as_sentencepiece_does(sentencepiece_model, form)
     model = sentencepiece_model(**FORMS[form])
     original = SentencePieceProcessor(model_file=str(model))
     converted = convert_tokenizer(model, plan_baichuan(BAICHUAN))
-    # A fast tokenizer finds these in a text, where SentencePiece reads them as characters.
+    # A fast tokenizer finds these tokens in a text; SentencePiece reads them as characters.
     found = [str(token) for token in converted.added_tokens_decoder.values()]
 
     @settings(max_examples=150, suppress_health_check=list(HealthCheck))

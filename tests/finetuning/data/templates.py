@@ -22,7 +22,7 @@ LLAMA_2 = (
     "{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}{% elif m.role == 'assistant' %}"
     "{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-# Thoughts stay only in answers after the last question, and an empty one is written there.
+# Answers after the last question begin with an empty thought.
 THINKING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -31,7 +31,7 @@ THINKING = (
     "{% endif %}{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# As Qwen 3's: where thinking is off, the generation prompt ends with the empty thought.
+# Like Qwen 3's: without thinking, the generation prompt ends with the empty thought.
 THINKING_OR_NOT = THINKING.removesuffix("{% endif %}") + (
     "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
@@ -47,7 +47,7 @@ END_AT_END = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}{{ eos_token }}{% endif %}"
 )
-# Ends of answers have no mark but whitespace, and the prompt ends where words begin.
+# Only whitespace follows an answer, and the prompt ends directly before a word.
 NO_MARKS = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -129,7 +129,7 @@ def target_texts(tokenizer, example):
     ]
 
 
-# Anything but half characters, which reading refuses, with whitespace and marks more often.
+# Any text without surrogates, which are refused; whitespace and marks are more frequent.
 TEXTS = st.lists(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
     | st.sampled_from(

@@ -127,7 +127,7 @@ def test_how_steps_are_divided_into_rounds_doesn_t_change_them(lengths, per_roun
         ]
 
     assert steps(per_round, 6) == steps(1, 6 * per_round)
-    # A resumed run asks for a late round alone, as here.
+    # Request the last round alone, as a resumed run does.
     training = TrainSettings(local_steps=per_round, batch_size=batch_size, accumulation=2)
     assert round_steps(lengths, training, 6, 5) == steps(1, 6 * per_round)[5 * per_round :]
 
@@ -186,7 +186,7 @@ def test_neighbours_in_a_step_are_alike(many_lengths):
 
 
 def test_steps_stay_mixed_in_spite_of_grouping(many_lengths):
-    # In the order of their lengths, steps would go from long to short, and learning with them.
+    # If steps were sorted by length, the model would train on all long rows first.
     lengths = many_lengths[:400]
     steps = round_steps(lengths, TrainSettings(batch_size=8, accumulation=1), 1, 0)
     means = [sum(lengths[i] for i in step) / len(step) for step in steps]

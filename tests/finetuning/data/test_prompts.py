@@ -1,4 +1,4 @@
-"""The prompts from which models answer held-out rows."""
+"""The prompts that models answer for held-out rows."""
 
 import pytest
 import torch

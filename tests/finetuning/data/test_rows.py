@@ -148,7 +148,7 @@ MALFORMED = [
     ('{"instruction": "secret", "output": "x", "input": ["y"]}', "'input' must be text"),
     ('{"messages": "secret"}', "must be a list of turns"),
     ('{"messages": []}', "must be a list of turns"),
-    ('{"messages": [5]}', "turn 1 of 'messages' needs a role"),
+    ('{"messages": [5]}', "turn 1 of 'messages' needs the role"),
     ('{"messages": [{"role": "human", "content": "secret"}]}', "system, user, assistant"),
     ('{"messages": [{"role": ["user"], "content": "secret"}]}', "system, user, assistant"),
     ('{"messages": [{"role": "user", "content": null}]}', "needs text as 'content'"),
@@ -261,7 +261,7 @@ def test_files_that_are_not_what_they_seem(tmp_path):
     assert f"{path}: not JSON" in refusal(path)
     assert "line 3, column 1" in refusal(path)
     for name in ("other.jsonl", "other.json", "other.csv"):
-        (tmp_path / name).symlink_to("/proc/self/mem")  # nothing can be read at its beginning
+        (tmp_path / name).symlink_to("/proc/self/mem")  # reading its beginning fails
         assert f"{tmp_path / name} can't be read: Input/output error" in refusal(tmp_path / name)
     assert "is not a file" in refusal(tmp_path / "missing.jsonl")
     assert "is not a file" in refusal(tmp_path)

@@ -51,7 +51,7 @@ def test_targets_are_every_answer_with_its_end_mark_and_nothing_else(tokenizer_o
         (example,) = examples
         texts = target_texts(tokenizer, example)
         if name == "marks-before-lines" and kind == "stripping_sentencepiece":
-            # After a mark this tokenizer starts again with a space.
+            # This tokenizer adds a space after a mark.
             texts = [text.removeprefix(" ") for text in texts]
         assert texts == [style.target(answer) for answer in answers]
         assert example.reference == answers[-1]
@@ -80,7 +80,7 @@ def test_targets_are_every_answer_with_its_end_mark_and_nothing_else(tokenizer_o
 @pytest.mark.parametrize("answer", ["Yes, void.", " Yes", "\n\nYes", "合同", "? Yes\n"])
 def test_the_prompt_is_the_one_that_generation_gets(tokenizer_of, kind, name, answer):
     tokenizer = tokenizer_of(kind, STYLES[name].template)
-    # Where no mark ends an answer, what follows can change its last tokens.
+    # Without an end mark, the text after an answer can change its last tokens.
     earlier = CONVERSATION[:2] if name != "no-marks" else []
     row = row_of(*earlier, ("user", "Who pays?"), ("assistant", answer))
     example = tokenize([row], tokenizer, 500)[0][-1]
@@ -103,7 +103,7 @@ def test_the_plain_form_is_the_papers(tokenizer_of, kind):
         "trimming_bpe",
         "sentencepiece_bpe",
         "stripping_sentencepiece",
-    }  # where the tokenizer itself does so
+    }  # these tokenizers add a beginning token
     assert (example.tokens[0] == tokenizer.bos_token_id) == begins
     assert tokenizer.decode(example.tokens[begins:]).strip() == text
     assert (example.tokens == tokenizer.eos_token_id).sum() == 1
@@ -156,7 +156,7 @@ def test_marks_in_an_answer_s_text_don_t_move_its_borders(tokenizer_of, kind, te
     style = next(style for style in STYLES.values() if style.template == template)
     row = question("assistant" + answer, answer)
     (example,), _ = tokenize([row], tokenizer, 500)
-    if kind == "stripping_bpe":  # whitespace beside marks is lost in the tokenizer itself
+    if kind == "stripping_bpe":  # the tokenizer strips whitespace beside marks
         ids = tokenizer(style.target(answer), add_special_tokens=False)["input_ids"]
         assert example.tokens[example.is_target].tolist() == ids
     else:
@@ -178,7 +178,7 @@ def test_a_system_turn_that_the_template_refuses_is_named(tokenizer_of):
         tokenize([row_of(*CONVERSATION)], tokenizer_of("byte_level_bpe", "{{ a.b.c }}"), 500)
 
 
-def test_turns_after_the_last_answer_are_left_away(tokenizer_of):
+def test_turns_after_the_last_answer_are_dropped(tokenizer_of):
     tokenizer = tokenizer_of("byte_level_bpe", CHATML)
     (with_more,), _ = tokenize([row_of(*CONVERSATION[:3])], tokenizer, 500)
     (without,), _ = tokenize([row_of(*CONVERSATION[:2])], tokenizer, 500)
@@ -204,7 +204,7 @@ def test_any_text_is_learned_exactly(tokenizer_of, kind, name, pairs):
     style = STYLES[name]
     tokenizer = tokenizer_of(kind, style.template)
     turns = [turn for asked, told in pairs for turn in (("user", asked + "?"), ("assistant", told))]
-    # Where whitespace ends an answer, a mark in its text would be taken for the end.
+    # If only whitespace ends an answer, a mark in its text would count as the end.
     assume(name != "no-marks" or not any(mark in told for _, told in pairs for mark in MARKS))
     examples, _ = tokenize([row_of(*turns)], tokenizer, 100_000)
     learned = [text for example in examples for text in target_texts(tokenizer, example)]

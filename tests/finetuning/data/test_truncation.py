@@ -53,7 +53,7 @@ def test_outputs_win_over_inputs(tokenizer_of, kind, name, pairs, max_length):
         assert counts == (0, 0, 0)
         assert torch.equal(examples[0].tokens, untouched.tokens)
     elif len(scaffold.tokens) <= max_length or counts[1] == 0:
-        # Next to some inputs, the rest has fewer tokens than next to none.
+        # With some inputs, the rest has fewer tokens than without inputs.
         assert counts == (1, 0, 0)
         assert target_texts(tokenizer, examples[0]) == target_texts(tokenizer, scaffold)
         assert examples[0].reference == pairs[-1][1]
@@ -80,7 +80,7 @@ def test_the_beginning_of_an_input_survives_longest(tokenizer_of, kind, template
     row = row_of(("user", "Hello"), ("assistant", "Hello."), ("user", text), ("assistant", "No."))
     (example,), report = tokenize([row], tokenizer, 160)
     assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (1, 0, 0)
-    assert 140 < len(example.tokens) <= 160  # no more is taken away than must be
+    assert 140 < len(example.tokens) <= 160  # no more is removed than necessary
     shown = tokenizer.decode(example.tokens[: example.prompt_length])
     assert "Hello" in shown  # the short input is whole
     kept = shown[shown.index("Instruction: who") :]
@@ -112,7 +112,7 @@ def test_counts_over_many_rows(tokenizer_of):
     examples, report = tokenize(rows, tokenizer, 40)
     assert len(examples) == 6
     assert (report.inputs_shortened, report.outputs_shortened, report.left_out) == (5, 3, 0)
-    # Of the answers that were cut away nothing is asked for: neither learned nor scored.
+    # An answer that was removed is neither a target nor a reference.
     assert examples[4].reference == words * 40
     assert tokenizer.decode(examples[4].tokens[: examples[4].prompt_length]).endswith("assistant\n")
     long_scaffold = "{{ 'the court says ' * 30 if messages[0].role == 'system' }}" + CHATML

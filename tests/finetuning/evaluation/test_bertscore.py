@@ -49,7 +49,7 @@ def plain(encoder, layer, prediction, reference):
             output = model(**tokenizer(text, return_tensors="pt"), output_hidden_states=True)
         return torch.nn.functional.normalize(output.hidden_states[layer][0], dim=-1)
 
-    # Words are matched with all tokens of the other text; the marks themselves don't count.
+    # Words are matched with all tokens of the other text; marks are not scored themselves.
     similar = vectors(prediction) @ vectors(reference).T
     precision = similar.max(1).values[1:-1].mean()
     recall = similar.max(0).values[1:-1].mean()
@@ -66,7 +66,7 @@ def test_it_is_the_mean_f1_of_greedy_matching(encoder, layer):
 
 
 def test_an_encoder_whose_tokenizer_sets_no_length(encoder, tmp_path):
-    """Texts are cut to its positions."""
+    """Texts are truncated to the encoder's number of positions."""
     other = shutil.copytree(encoder, tmp_path / "encoder")
     settings = json.loads((other / "tokenizer_config.json").read_text())
     del settings["model_max_length"]

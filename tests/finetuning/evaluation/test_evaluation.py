@@ -21,7 +21,7 @@ def test_held_out_loss_is_the_mean_over_all_targets(
     model = adapted(architecture, dropout=0.5)
     examples = draw_examples(11)
     result = held_out_loss(WholeModel(model), examples, 0, batch_size)
-    assert model.training, "as it was before"
+    assert model.training, "the mode was restored"
     with torch.no_grad():
         expected = reference_loss(model.eval(), examples).item()
     assert result.loss == pytest.approx(expected, rel=1e-5)
@@ -49,7 +49,7 @@ def drawn_prompts(lengths: list[int]) -> list[torch.Tensor]:
 def test_answers_end_at_the_template_s_mark_though_the_checkpoint_has_another(
     model_and_tokenizer,
 ):
-    """As of base models whose template is ChatML: the mark is what training has taught them."""
+    """This happens with base models whose template is ChatML; training teaches its mark."""
     model, tokenizer = model_and_tokenizer
     (prompt,) = drawn_prompts([7])
     model.eval()

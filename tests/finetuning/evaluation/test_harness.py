@@ -38,7 +38,7 @@ def models(checkpoint, request):
             single=f"{tokenizer.eos_token} $A", special_tokens=own
         )
         tokenizer.bos_token = tokenizer.eos_token
-    # Its cache confuses windows of the same tokens of which different numbers are predicted.
+    # The cache confuses windows with equal tokens but different numbers of predictions.
     theirs = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
@@ -175,7 +175,7 @@ def test_a_task_that_can_t_be_loaded_is_refused_by_name(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("terminated", [False, True])
 def test_no_private_text_is_left_behind(checkpoint, tmp_path, terminated):
-    """Run where the caches, the user's and the temporary folder can be searched."""
+    """Run with caches, home and temporary folders that can be searched."""
     for name in ("tasks", "home", "tmp", "work"):
         (tmp_path / name).mkdir()
     write_tasks(tmp_path / "tasks", count=3000 if terminated else 9)

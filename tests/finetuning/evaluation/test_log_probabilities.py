@@ -71,7 +71,7 @@ def test_they_are_those_of_a_plain_loop(architecture, adapted):
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_prefixes_come_before_the_beginning(architecture, random_model):
     adapter = AdapterSettings(kind="prefix", prefix_length=3)
-    # A window shorter than the texts would count the padding between a prefix and its text.
+    # A shorter window would include the padding between a prefix and its text.
     changes = {"sliding_window": 64} if architecture == "gemma2" else {}
     model = attach_adapter(random_model(architecture, **changes), adapter, "base").eval()
     torch.manual_seed(1)
@@ -121,7 +121,7 @@ def test_a_shared_passage_is_computed_once():
         for answer in (3, 4)
     ]
     (batch,) = candidate_batches([group], padding=0, columns_before=0, max_tokens=10_000)
-    # All questions begin with the same token too, and both answers follow from one.
+    # All questions begin with the same token, too, and one hidden state predicts both answers.
     assert (batch.beginnings.shape, batch.endings.shape) == ((1, 59), (20, 2))
     assert len(batch.labels) == 40
     several = candidate_batches([group], padding=0, columns_before=0, max_tokens=8 * 62)

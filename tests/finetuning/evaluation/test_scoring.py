@@ -110,7 +110,7 @@ def test_words_of_mixed_and_other_scripts():
     ["yes", "pay the rent", "Pay the rent within fourteen days.", "原告", "原告请求被告支付违约金"],
 )
 def test_identical_texts_score_one(text):
-    # A single word has no pairs, so only ROUGE-2 has nothing to find.
+    # A single word has no word pairs, so its ROUGE-2 is 0.
     scores = score([text], [text])
     assert all(scores[name] == pytest.approx(1.0) for name in KEYS if name != "rouge2")
 

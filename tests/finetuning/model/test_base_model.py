@@ -83,7 +83,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied):
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(copied):
-    """They would be random, and others in each process."""
+    """They would be random, and differ between processes."""
     file = copied / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(copied):
 
 def test_a_model_that_also_reads_images_is_refused(copied):
     Gemma3Config().save_pretrained(copied)
-    with pytest.raises(BaseModelError, match=r"not for text alone \(gemma3\)"):
+    with pytest.raises(BaseModelError, match=r"not contain a text-only model \(gemma3\)"):
         initial_adapter(str(copied), AdapterSettings(), 0)
 
 
@@ -156,14 +156,14 @@ def test_a_quantised_model_is_small_close_and_can_be_trained_on_a_processor(
     for parameter in trainable_parameters(model).values():
         parameter.data = torch.randn_like(parameter) * 0.1
     stages, parameters = WholeModel(model), trainable_parameters(model)
-    # Measuring first is what a round does, and must not cost the gradients that follow.
+    # A round first evaluates, which must not disable the gradients that follow.
     examples = draw_examples(6)
     batches = batches_of(examples, 10**6)
     before = stages.summed_losses(batches[:1])[0]
     assert all(gradient.any() for gradient in stages.gradients_of(batches[0]).values())
     stages.accumulate(batches, seed=0)
     slope = sum(float(p.grad.square().sum()) for p in parameters.values())
-    # Along its gradient the loss changes as the gradient says.
+    # A small step along the gradient changes the loss as predicted.
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.sub_(0.02 / slope * parameter.grad)
@@ -221,7 +221,7 @@ def test_tensors_are_read_once_and_again_when_the_file_has_changed(copied):
     whole = file.read_bytes()
     file.write_bytes(b"\xff" * stamp.st_size)
     os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert fingerprint(copied) == ours, "nothing was read"
+    assert fingerprint(copied) == ours, "the cached digests were not used"
     os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 10**9))
     with pytest.raises(Exception, match=r"(?i)header"):
         fingerprint(copied)
@@ -302,7 +302,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(copied, monkeypatch):
         mask = torch.ones(1, 1, size, size, dtype=torch.bool, device=input_ids.device)
         return forward(self, input_ids=input_ids, attention_mask=mask, **options)
 
-    with torch.no_grad():  # weights large enough for their differences to be seen
+    with torch.no_grad():  # larger weights, so that differences are noticed
         model = load_base_model(ModelSettings(name=str(copied))).model
         for parameter in model.parameters():
             parameter.mul_(10)
@@ -314,7 +314,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(copied, monkeypatch):
 
 @pytest.mark.slow
 def test_a_checkpoint_s_own_code_is_not_run_whoever_answers_the_question(checkpoint, tmp_path):
-    """Not even if standard input says yes to the question that transformers asks."""
+    """Not even if transformers' question is answered with yes on standard input."""
     shutil.copytree(checkpoint, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}

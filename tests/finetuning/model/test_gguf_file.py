@@ -48,7 +48,7 @@ def test_it_computes_what_the_checkpoint_does(checkpoint, tmp_path):
 
 
 def test_a_sentencepiece_tokenizer_is_read(checkpoint, sentencepiece_file, tmp_path):
-    """As Llama 2 and Gemma have one."""
+    """Llama 2 and Gemma have such tokenizers."""
     file = write_gguf(checkpoint, tmp_path / "model.gguf", sentencepiece=sentencepiece_file)
     tokenizer = load_base_model(ModelSettings(name=str(file))).tokenizer
     original = SentencePieceProcessor(model_file=str(sentencepiece_file))

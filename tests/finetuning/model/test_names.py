@@ -38,7 +38,7 @@ def test_smollm2_is_the_installed_package_s_file(package):
     assert base.directory == locate(str(file))
     origin = origin_of(base.directory)
     assert origin["file"] == "model.gguf"
-    # Adapters are for these weights, which differ from the Hub's by their quantisation.
+    # Adapters refer to the file, whose quantised weights differ from those on the Hub.
     assert base.reference == reference("smollm2", base.directory) == str(base.directory)
     card = model_card("", "smollm2", str(base.directory), sizes={}, rounds=1, config={})
     assert f"base_model: {SMOLLM2_ID}\n" in card

@@ -10,7 +10,7 @@ from finetuning.settings import AdapterSettings, ModelSettings
 
 
 def test_threads_leave_the_default_data_type_as_it_was(checkpoint):
-    """Making an initial adapter changes it for a moment, and so does loading."""
+    """Creating an initial adapter and loading a model both change it temporarily."""
     settings = AdapterSettings(targets="q_proj,v_proj")
 
     def work() -> None:

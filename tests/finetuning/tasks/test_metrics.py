@@ -26,7 +26,7 @@ def test_macro_f1_counts_classes_that_are_right_or_predicted():
     # yes: P 1/1, R 1/2, F1 2/3; no: P 1/2, R 1/2, F1 1/2; maybe is predicted once: 0.
     found = metrics.commitment_bank(questions, ["yes", "no", "no", "maybe"])
     assert found == {"accuracy": 0.5, "f1": pytest.approx((2 / 3 + 1 / 2 + 0) / 3)}
-    # Nobody says maybe, and it is not right: it is not counted.
+    # "maybe" is neither predicted nor right, so it is not counted.
     found = metrics.commitment_bank(questions, ["yes", "yes", "no", "no"])
     assert found == {"accuracy": 1.0, "f1": 1.0}
 
@@ -39,7 +39,7 @@ def test_multirc_counts_all_answers_and_whole_questions():
     found = metrics.multirc(questions, ["yes", "no", "no", "yes", "no", "yes"])
     assert found == {"f1a": pytest.approx(2 / 3), "em": pytest.approx(1 / 3)}
     assert metrics.multirc(questions, right) == {"f1a": 1.0, "em": 1.0}
-    # No answer at all is given as right: F1 is 0, and no question is complete but one without any.
+    # If every prediction is no, F1 is 0, and only the question without right answers is complete.
     assert metrics.multirc(questions, ["no"] * 6) == {"f1a": 0.0, "em": pytest.approx(1 / 3)}
 
 
@@ -83,7 +83,7 @@ def test_generated_texts_have_each_paper_s_metrics():
         found = TASKS[name].metrics(questions, ["the court holds", ""])
         assert sorted(found) == sorted(names)
         assert found["rouge1"] == pytest.approx(0.5)
-        # The other names no words in common.
+        # Tasks with generated answers have no classes.
         assert majority_class(TASKS[name], questions) == {}
 
 
@@ -91,7 +91,7 @@ def test_the_majority_class():
     maybe = ("yes", "no", "maybe")
     questions = [question(a, candidates=maybe) for a in ("no", "yes", "no", "maybe")]
     assert majority_class(TASKS["cb"], questions)["accuracy"] == 0.5
-    # Of two equally frequent ones, the first.
+    # Of two equally frequent classes, the first is used.
     questions = [question(a) for a in ("no", "yes")]
     assert majority_class(TASKS["rte"], questions) == {"accuracy": 0.5}
     choices = [question("b", candidates=("a", "b")), question("d", candidates=("c", "d"))]

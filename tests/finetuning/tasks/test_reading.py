@@ -58,7 +58,7 @@ def test_a_row_becomes_a_question(name, write):
 def test_a_passage_of_multirc_has_questions_and_answers(write):
     row = copy.deepcopy(ROWS["multirc"])
     answers = row["passage"]["questions"][0]["answers"]
-    answers.append(answers[0] | {"text": ""})  # as the published training part has three times
+    answers.append(answers[0] | {"text": ""})  # as in the published training set
     questions = read_questions(write(row), TASKS["multirc"])
     assert [question.prompt for question in questions] == [
         "A ball is thrown. Question: What is thrown? Is it A ball?",
@@ -86,7 +86,7 @@ def test_nouns_about_the_same_text_are_candidates(write):
         ("Susan",),
     ]
     assert "she had *helped her* . The pronoun '*helped her*'" in questions[2].prompt
-    # A wrong noun teaches nothing.
+    # Questions with a wrong noun are not trained on.
     taught = read_task_rows(write(*rows), DataSettings(task="wsc"))
     assert [row.messages[1]["content"] for row in taught] == ["Susan", "susan", "Susan"]
 

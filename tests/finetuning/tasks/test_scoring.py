@@ -57,7 +57,7 @@ def test_of_equally_likely_answers_the_first_is_chosen(checkpoint, write):
 
 
 def test_all_right_answers_share_the_probability(checkpoint, write):
-    """A model that knows nothing finds the second one likely enough to be seen in the sum."""
+    """For an indifferent model, the second right answer contributes noticeably to the sum."""
     (question,) = read_questions(write(ROWS["record"]), TASKS["record"])
     assert question.answers == ("Bo", "Bo Lee")
     tokenizer = load_tokenizer(checkpoint)

@@ -37,7 +37,7 @@ def paper_penalty(w: torch.Tensor, anchor: torch.Tensor, j: torch.Tensor) -> tor
 def test_value_and_gradient_are_the_formula_s(seed, weight, has_gradient):
     parameters, anchor, j = weights(seed), draw(seed + 1), draw(seed + 2, positive=True)
     with torch.no_grad():
-        parameters["a"][0, 1] = anchor["a"][0, 1]  # |δ| has no derivative here: 0 is taken
+        parameters["a"][0, 1] = anchor["a"][0, 1]  # |δ| has no derivative here; 0 is used
     loss_gradient = draw(seed + 3)
     if has_gradient:
         for name, parameter in parameters.items():
@@ -115,7 +115,7 @@ def test_nothing_pulls_where_training_starts_and_something_once_weights_have_mov
     moved = penalty.value()
     assert moved > 0
     penalty.add_gradient()
-    # Every weight went down, so following the penalty takes every weight up again.
+    # Every weight decreased, so the penalty's gradient increases every weight again.
     assert all((p.grad < 0).all() for p in parameters.values())
     torch.optim.SGD(parameters.values(), lr=1e-3).step()
     assert penalty.value() < moved
@@ -124,7 +124,7 @@ def test_nothing_pulls_where_training_starts_and_something_once_weights_have_mov
 @pytest.mark.parametrize("shared", [False, True])
 def test_anchor_and_importance_are_copies(shared):
     parameters, j = weights(0), draw(1, positive=True)
-    # The anchor may be the very memory of the weights: the global adapter was loaded from it.
+    # The anchor may share memory with the weights, which were loaded from it.
     anchor = {n: p.data if shared else p.data.clone() for n, p in parameters.items()}
     penalty = ContinualPenalty(parameters, anchor, j, 1.0)
     with torch.no_grad():

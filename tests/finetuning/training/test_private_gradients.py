@@ -68,7 +68,7 @@ def test_rows_gradients_equal_those_of_each_row_alone(
     model = with_effect(random_model(architecture, **heads), settings)
     examples = draw_examples(7)
     batch = collate(examples, 0)
-    assert batch.lengths.min() < batch.lengths.max(), "or else nothing is padded"
+    assert batch.lengths.min() < batch.lengths.max(), "no row is padded"
     found, loss = WholeModel(model).row_gradients(batch)
     assert_equal_rows(found, row_by_row(model, examples, reference_loss))
     assert loss == pytest.approx(WholeModel(model).summed_losses([batch])[0], rel=1e-6)
@@ -125,7 +125,7 @@ def test_a_step_matches_the_dp_sgd_formula(random_model, draw_examples, referenc
         expected = (clipped + 0.5 * bound * noise) / 4
         torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-6)
     assert next(left, None) is None
-    # A step without rows is noise alone.
+    # A step without rows contains only noise.
     private.accumulate([], seed=0)
     values = torch.cat([p.grad.flatten() for p in parameters.values()])
     assert values.std() == pytest.approx(0.5 * bound / 4, rel=0.1)
@@ -135,7 +135,7 @@ def test_a_step_matches_the_dp_sgd_formula(random_model, draw_examples, referenc
 def test_rows_in_groups_have_the_sum_of_all_at_once(random_model, draw_examples, settings):
     model = with_effect(random_model(), settings)
     examples = sorted(draw_examples(9), key=lambda example: -len(example.tokens))
-    # A group without a target: rows of which no output fits.
+    # A group without targets, as when no output fits.
     examples[4:6] = [replace(e, is_target=torch.zeros_like(e.is_target)) for e in examples[4:6]]
     batch = collate(examples, 0)
     parameters = trainable_parameters(model)

@@ -134,7 +134,7 @@ def test_a_round_equals_plain_torch(adapted, draw_examples, reference_loss, kind
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    assert min(norms) > 0.05, "or else nothing was clipped"
+    assert min(norms) > 0.05, "nothing was clipped"
     assert report.losses == pytest.approx(losses, rel=1e-4)
     assert report.gradient_norm == pytest.approx(sum(norms) / 3, rel=1e-3)
     assert report.tokens == sum(len(example.tokens) for example in examples)
@@ -233,11 +233,11 @@ def test_resumed_with_kept_optimizer_equals_unbroken_bit_for_bit(adapted, draw_e
     saved_adapter = export_adapter(unbroken)
     saved_state = copy.deepcopy(state)
     _, last = run(unbroken, 2, state)
-    assert all(torch.equal(state[name], saved_state[name]) for name in state), "it is a copy"
+    assert all(torch.equal(state[name], saved_state[name]) for name in state), "not a copy"
 
     resumed = adapted(dropout=0.3)
     load_adapter(resumed, saved_adapter)
-    torch.rand(17)  # whatever else has drawn random numbers
+    torch.rand(17)  # other code may draw random numbers
     _, resumed_last = run(resumed, 2, saved_state)
     theirs = export_adapter(unbroken)
     assert all(torch.equal(value, theirs[name]) for name, value in export_adapter(resumed).items())
