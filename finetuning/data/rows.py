@@ -71,8 +71,7 @@ def parse_rows(
 
 def find_part(folder: Path, part: str) -> Path | None:
     """Return ``folder/part.<format>`` if it exists; raise a DataError if there are several."""
-    files = (folder / f"{part}{suffix}" for suffix in FORMATS)
-    found = [file for file in files if file.is_file()]
+    found = [file for suffix in FORMATS if (file := folder / f"{part}{suffix}").is_file()]
     if len(found) > 1:
         raise DataError(f"{folder} has {' and '.join(file.name for file in found)}; keep one")
     return found[0] if found else None
@@ -83,7 +82,7 @@ def client_folders(path: Path) -> list[Path]:
     return sorted(f for f in path.glob("*") if f.is_dir() and find_part(f, "train"))
 
 
-def find_parts(path: Path, held_out: str = "test") -> tuple[Path, Path | None]:
+def find_parts(path: Path, held_out: str) -> tuple[Path, Path | None]:
     """Return the file of training rows, and the file of held-out rows or None if there is none.
 
     ``path`` is a folder with ``train.<format>`` and optionally a held-out part, or a file of

@@ -25,8 +25,6 @@ _EXTENTS = {
         for count in counts
     },
 }
-
-
 _TEXTS = read_texts("consultation")
 MATTERS: dict[str, dict[str, Any]] = _TEXTS["matters"]
 for _matter in MATTERS.values():
