@@ -2,8 +2,8 @@
 
     python examples/split_without_flower.py FOLDER [checkpoint]
 
-Both parties run in this process, with the same settings, checkpoint and initial adapter. The server
-sends the client an invitation. The joined adapter is saved to FOLDER in PEFT's format.
+Both parties run in this process, with the same settings, checkpoint and initial adapter. The
+client gets an invitation from the server. The joined adapter is saved to FOLDER in PEFT's format.
 """
 
 import sys
@@ -24,7 +24,7 @@ from split.model.partition import partition_of
 from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
 
-STEPS, ROWS = 6, 4  # number of steps, and of rows in each step
+STEPS, ROWS = 6, 4  # number of steps, and of rows per step
 MODEL, ADAPTER = ModelSettings(), AdapterSettings(rank=4, alpha=16, dropout=0.0)
 SPLIT = SplitSettings(head_blocks=1, tail_blocks=1, wire_dtype="float32")
 TRAIN = TrainSettings(batch_size=2, accumulation=2, local_steps=STEPS, learning_rate=5e-3)

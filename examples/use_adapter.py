@@ -3,7 +3,7 @@
     python examples/use_adapter.py runs/<run>/adapters/global "Is the contract void?"
 
 The adapter's folder names its base model, which is loaded from the same path or Hugging Face id
-as in training. No code of Chambers is imported.
+as in training.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
             enable_thinking=False,
         )
     else:
-        # If the tokenizer has no chat template, Chambers writes rows in FedJudge's plain form.
+        # Without a chat template, Chambers formats rows in FedJudge's plain form.
         prompt = f"Instruction Input:\n{arguments.question}\nInstruction Output:\n"
     inputs = tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")
     with torch.inference_mode():

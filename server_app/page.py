@@ -32,7 +32,7 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <p>{{ rounds|length }} of {{ config["rounds"] }} rounds finished.</p>
 <h2>Results on held-out examples</h2>
 {% for columns in tables %}
-<div class="wide"><table><caption>Last known values; ★ marks the best model.
+<div class="wide"><table><caption>Latest values; ★ marks the best model.
 {{ "Loss in nats per token." if loop.first else "Scores of generated text, 0 to 1." }}</caption>
 <thead><tr><th rowspan="2" scope="col">Client</th>{% for heading in columns.values() %}
 <th colspan="{{ models|length }}" scope="colgroup">{{ heading }}</th>{% endfor %}</tr>
@@ -68,7 +68,7 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {%- if client in withheld %}: {{ withheld[client] }}{% endif %}</li>{% endfor %}</ul>
 <div class="grid plots">{% for title, note, chart in plots if chart %}
 <figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>{{ chart }}</figure>
-{% else %}<p>No client has been trained yet.</p>{% endfor %}</div>
+{% else %}<p>No client has trained yet.</p>{% endfor %}</div>
 <h2>Participation</h2>
 <div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
 <th scope="col">Left out</th><th scope="col">Scaled down</th>
@@ -79,7 +79,7 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <td>{% for own in scaled if own.round == round.round %}{{ own.client }}: {{ own.what }}
 × {{ "%.2g"|format(own.factor) }}<br>{% endfor %}</td>
 <td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>
-{% else %}<tr><td colspan="5">No round is finished yet.</td></tr>{% endfor %}
+{% else %}<tr><td colspan="5">No round has finished yet.</td></tr>{% endfor %}
 </table></div>
 {% for event in unevaluated %}
 <p>Not evaluated after round {{ event.round }}:
@@ -88,8 +88,8 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% endfor %}
 {% if lanes %}
 <h2>Lanes</h2>
-<div class="wide"><table><caption>Totals over the training lanes of all rounds, as
-counted by the block server.</caption>
+<div class="wide"><table><caption>Totals over the training lanes of all rounds; the
+block server counts bytes and seconds.</caption>
 <thead><tr><th scope="col">Client</th>{% for _, heading in lane_columns %}
 <th scope="col" class="number">{{ heading }}</th>{% endfor %}
 <th scope="col">Ended early</th></tr></thead>

@@ -96,9 +96,9 @@ table { border-collapse: collapse } th, td { padding: .2rem .6rem; vertical-alig
 <header><strong>Sheet {{ sheet.annotator }}</strong>
 <progress max="{{ count }}" value="0"></progress><output></output>
 <button id="next">Next unscored answer</button><button id="save">Save</button></header>
-<p>Score each answer by itself. The answers are in random order, which differs from question to
-question. Your choices are stored in this browser. "Save" writes a file; hand it in when all
-answers are scored. <label class="load">To continue in another browser, load a saved file:
+<p>Score each answer independently. Each question's answers are in a different random order. Your
+choices are stored in this browser. "Save" writes a file; hand it in when all answers are scored.
+<label class="load">To continue in another browser, load a saved file:
 <input id="load" type="file" accept=".csv"></label></p>
 <table><thead><tr><th>Score</th>{% for name in criteria %}<th>{{ name|capitalize }}</th>{% endfor %}
 </tr></thead>

@@ -213,15 +213,15 @@ def test_same_run_makes_same_page(run):
 def test_unfinished_run_makes_a_sensible_page(run, events):
     text = check(write_report(run(events))).text
     assert "0 of 3 rounds finished" in text
-    assert "No round is finished yet." in text
-    assert ("No client has been trained yet." in text) == (len(events) < 3)
+    assert "No round has finished yet." in text
+    assert ("No client has trained yet." in text) == (len(events) < 3)
     assert ("No client has been evaluated yet." in text) == (not events)
 
 
 def test_run_without_metrics_makes_a_page(run):
     directory = run()
     (directory / "metrics.jsonl").unlink()
-    assert "No round is finished yet." in check(write_report(directory)).text
+    assert "No round has finished yet." in check(write_report(directory)).text
 
 
 def test_values_that_are_no_numbers_do_no_harm(run):
