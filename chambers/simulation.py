@@ -69,7 +69,10 @@ def simulate(
         _print_summary(directory)
     if status != _INTERRUPTED:
         seconds = time.monotonic() - started
-        print(f"run {status.partition(': ')[0].removeprefix('finished:')} after {seconds:.0f} s", flush=True)
+        print(
+            f"run {status.partition(': ')[0].removeprefix('finished:')} after {seconds:.0f} s",
+            flush=True,
+        )
     if status != COMPLETED:
         _print_end(status, directory, log.path)
     return {COMPLETED: 0, _INTERRUPTED: 130}.get(status, 1)

@@ -206,7 +206,7 @@ def test_a_failed_run_ends_with_the_reason_and_the_log(
     runs = tmp_path / "runs"
     assert main(["train", "--clients", "99", f"output-dir={runs}"]) == exit_status
     shown = capfd.readouterr()
-    assert shown.out.splitlines()[-1].startswith(f"run {status} after ")
+    assert shown.out.splitlines()[-1].startswith(f"run {status.removeprefix('finished:')} after ")
     cores = this_machine().cores
     (log,) = runs.iterdir()
     last += f"log: {log}\n" if last else ""

@@ -144,7 +144,9 @@ def test_a_database_that_can_fill_other_files_disk(capsys, site, small_disk, mon
     assert f"warn {site.folder / 'proxy' / 'access.log'} doesn't exist, so" in output
     _, output = at_coordinator(capsys, site, 1, database=small_disk / "superlink.db")
     assert f"ok   {small_disk} is on a file system of its own" in output
-    assert f"fix  disk: 0.0 GiB free in {small_disk}; at least 5 GiB are needed: enlarge" in output
+    assert (
+        f"fix  disk: 0.0 GiB free in {small_disk}; at least 5 GiB are needed: add space" in output
+    )
 
 
 def test_a_coordinator_without_the_model(capsys, site, tmp_path):
