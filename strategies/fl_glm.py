@@ -58,7 +58,7 @@ class FLGLM(Rounds):
         self._server: BlockServer
         self._body: State = {}
         self._bodies: dict[str, tuple[int, State | None]] = {}
-        # Reason why a training lane of the round ended early, keyed by client; empty if it didn't.
+        # For each client, why its training lane ended early in this round; empty if it didn't.
         self._ends: dict[str, str] = {}
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The app as institutions run it: a SuperLink and SuperNodes, a process per message."""
+"""The app as institutions run it: a SuperLink, SuperNodes, and a process for each message."""
 
 import json
 import shutil

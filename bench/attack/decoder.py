@@ -81,7 +81,7 @@ def train_decoder(
 ) -> Decoder:
     """Train a decoder on the colluding client's hidden states and tokens.
 
-    ``seen`` contains (tokens, features) of each text, and ``texts`` (tokens,) int64 of each. The
+    ``seen`` contains each text's hidden states, (tokens, features), and ``texts`` its tokens. The
     seed determines the initial weights and the order of the texts in each of the ``passes``.
     """
     generator = torch.Generator().manual_seed(seed)

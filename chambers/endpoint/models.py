@@ -67,7 +67,7 @@ class ModelsOptions(BaseModelOptions):
         for folder in self.adapters or []:
             name = folder.resolve().name
             if name in {*sources, _BASE}:
-                raise CommandError(f"two models are named {name}; copy {folder} to another name")
+                raise CommandError(f"two models are named {name}; rename {folder}")
             sources[name] = find(self._options(folder), self.invitation)
         bare = [source.bare for source in sources.values()]
         sources[_BASE] = bare[0] if bare else find(self._options(None), self.invitation)

@@ -114,5 +114,5 @@ def table() -> str:
 
 if __name__ == "__main__":
     if holds((), "before", "opens") or holds((), "before", "resumes"):
-        raise SystemExit("no lane can be opened or resumed: the model proves nothing")
+        raise SystemExit("lanes can't be opened or can't be resumed: the model proves nothing")
     print(table(), end="")

@@ -126,8 +126,8 @@ def _jieba_cut() -> Callable[[str], list[str]]:
     import jieba
 
     tokenizer = jieba.Tokenizer()
-    # Like the tokenizer's initialize(), but without a log on stderr or a cache of the dictionary in
-    # the shared temporary folder, which would load no faster and could be written by any user.
+    # Like the tokenizer's initialize(), but it doesn't log, and doesn't cache the dictionary in the
+    # shared temporary folder: the cache would load no faster, and any user could write to it.
     tokenizer.FREQ, tokenizer.total = tokenizer.gen_pfdict(tokenizer.get_dict_file())
     tokenizer.initialized = True
     cut: Callable[[str], list[str]] = tokenizer.lcut

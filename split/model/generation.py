@@ -43,8 +43,8 @@ class Generation:
         most = columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
 
         def compute(ids: torch.Tensor, _: None, cache: Any) -> tuple[torch.Tensor, Any]:
-            # Some architectures drop the cache to recompute texts that exceed the trained length;
-            # this starts a new generation.
+            # Some architectures drop the cache and recompute a text that exceeds the length they
+            # were trained on. This counts as a new generation.
             begins = cache is not self._cache
             return self._forward(ids, padding, most, begins), self._cache
 

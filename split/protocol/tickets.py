@@ -152,7 +152,7 @@ class TicketBook:
 
         ``lane`` is the lane's identifier that ``accept`` returned, and ``resumption`` the
         identifier of the stream's resumption ticket, which remains valid. Raise a TicketError if
-        this ticket is no longer valid, because a newer stream was confirmed.
+        a newer stream has been confirmed, which invalidates this ticket.
         """
         self._valid(resumption)
         for identifier in self._tickets_of[lane]:

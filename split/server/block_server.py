@@ -178,7 +178,7 @@ class BlockServer(Endpoint):
 
     @property
     def scaled(self) -> dict[str, float]:
-        """The smallest factor of each client whose adapters were scaled down in the round."""
+        """The smallest scaling factor of each client that was scaled down in the round."""
         return self._schedule.scaled
 
     def export_optimizers(self) -> State:

@@ -48,7 +48,7 @@ def test_record_takes_the_best_of_the_right_answers():
         return metrics.record([question(*answers)], [prediction])
 
     assert score("The Bank of England", "bank of england!") == {"f1": 1.0, "em": 1.0}
-    # Bank, of, England against England: precision 1/3, recall 1; against "Bank of" 2/3 and 1.
+    # Against "England": precision 1/3, recall 1; against "Bank of": precision 2/3, recall 1.
     assert score("Bank of England", "England") == {"f1": pytest.approx(0.5), "em": 0.0}
     best = score("Bank of England", "England", "Bank of", "Rome")
     assert best == {"f1": pytest.approx(0.8), "em": 0.0}

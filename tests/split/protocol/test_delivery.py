@@ -151,7 +151,7 @@ SMALL = {
 
 @pytest.mark.parametrize("what", SMALL)
 def test_small_frames_are_counted_with_the_memory_of_their_objects(what):
-    """A frame of 40 bytes takes 700; of a tensor, PyTorch's part is not seen here."""
+    """A frame of 40 bytes takes up 700; ``tracemalloc`` doesn't see what PyTorch allocates."""
     shapes, fields = SMALL[what]
     limits = Limits(8, "float32", 64, average_bytes=2**20)
     kind = Kind[what] if what.isupper() else Kind.AVERAGE
