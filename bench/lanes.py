@@ -4,7 +4,8 @@
 
 SmolLM2-135M-Instruct with random adapters answers a question over each lane, greedily. The clients
 are threads of one process, and the server has its own; both are bound to the same core and have one
-torch thread. The wire type is float32; the run fails if answers differ.
+torch thread. The wire type is float32; the run fails if answers differ. With ``--device cuda``, all
+use the first GPU, and the processes are not bound to a core.
 """
 
 import os
@@ -30,15 +31,25 @@ def main() -> None:
     """Measure, and print the table."""
     parser = command(__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="number of measured turns")
-    pairs = parser.parse_args().pairs
-    core, directory = use_one_core(), locate("smollm2")
+    parser.add_argument("--device", default="cpu", help="device of the clients and the server")
+    arguments = parser.parse_args()
+    pairs, device = arguments.pairs, arguments.device
+    cores = use_one_core() if device == "cpu" else os.sched_getaffinity(0)
+    directory = locate("smollm2")
     questions = [f"May a tenant who owes {number} rents use the flat?" for number in range(_LANES)]
     prompts = tokenize_prompts(prompt_rows(questions), load_tokenizer(directory))
-    job = Job(directory, Shape(rows=1, columns=1024), 1, random_examples)
+    job = Job(
+        directory=directory,
+        shape=Shape(rows=1, columns=1024),
+        steps=1,
+        examples=random_examples,
+        client_device=device,
+        server_device=device,
+    )
     split = SplitSettings(wire_dtype="float32")
     settings: dict[str, Any] = {"pad_token_id": 0, "min_new_tokens": _NEW, **GREEDY}
     with ExitStack() as stack:
-        server = stack.enter_context(Worker(core, Server, job, split, [*map(str, range(_LANES))]))
+        server = stack.enter_context(Worker(cores, Server, job, split, [*map(str, range(_LANES))]))
         lanes = []
         for invitation, tokens in zip(server.ask(Server.invite), prompts, strict=True):
             model = stack.enter_context(open_model(load_ends(job, split), invitation, job, split))
