@@ -32,6 +32,7 @@ from finetuning.model.base_model import load_tokenizer
 from tests.chambers.browser import browser, needs_browser
 from tests.chambers.conftest import ROOT, refused, told, write_run
 from tests.chambers.test_serve import serving_here
+from tests.split.lanes import Proxy
 from tests.waiting import wait_until
 
 QUESTIONS = ["who", "the court holds that", "costs", "is the contract about goods void"]
@@ -258,34 +259,88 @@ def test_a_text_is_continued(whole, base):
     assert len(reply.choices[0].logprobs.token_logprobs) == 5
 
 
+QUESTIONS_AT_ONCE = [f"{a} {b}" for a in QUESTIONS for b in ("and", "or", "of", "town")]
+
+
+def answered_alone(client, alone, number):
+    """Return whether a request gets the answer to its question; cancel every third request."""
+    question = QUESTIONS_AT_ONCE[number % len(QUESTIONS_AT_ONCE)]
+    if number % 3:
+        return text_of(ask(client, question)) == alone[question]
+    with ask(client, question, stream=True, max_tokens=80) as stream:
+        next(iter(stream))
+    return True
+
+
+def resources():
+    """Return this process's numbers of threads and of open files."""
+    # Exclude the event loop's threads, whose number is limited.
+    own = [t for t in threading.enumerate() if not t.name.startswith(("uvloop", "asyncio"))]
+    return len(own), psutil.Process().num_fds()
+
+
+@pytest.fixture(scope="module")
+def alone(whole):
+    """Return the answer to each question that is asked at once with others."""
+    answers = {question: text_of(ask(whole[0], question)) for question in QUESTIONS_AT_ONCE}
+    assert len({*answers.values()}) > len(answers) // 2
+    return answers
+
+
 @pytest.mark.slow
-def test_requests_at_once_get_their_own_answers_and_cancelled_ones_end(whole):
+def test_requests_at_once_get_their_own_answers_and_cancelled_ones_end(whole, alone):
     client, answerer = whole
-    questions = [f"{a} {b}" for a in QUESTIONS for b in ("and", "or", "of", "town")]
-    alone = {q: text_of(ask(client, q)) for q in questions}
-    assert len({*alone.values()}) > len(questions) // 2
-
-    def answer(own, number):
-        question = questions[number % len(questions)]
-        if number % 3:
-            return text_of(ask(own, question)) == alone[question]
-        with ask(own, question, stream=True, max_tokens=100) as stream:
-            next(iter(stream))
-        return True
-
-    def kept():
-        # Exclude the event loop's threads, whose number is limited.
-        own = [t for t in threading.enumerate() if not t.name.startswith(("uvloop", "asyncio"))]
-        return len(own), psutil.Process().num_fds()
-
     counts = []
     for _ in range(2):  # the first pass also opens files that stay open
         with client.copy(http_client=httpx.Client()) as own, ThreadPoolExecutor(16) as pool:
-            assert all(pool.map(partial(answer, own), range(50)))
+            assert all(pool.map(partial(answered_alone, own, alone), range(50)))
         wait_until(lambda: not answerer.waiting, 60)
-        counts.append(kept())
+        counts.append(resources())
     threads, files = counts[0]
-    wait_until(lambda: kept()[0] <= threads and kept()[1] <= files, 60)
+    wait_until(lambda: resources()[0] <= threads and resources()[1] <= files, 60)
+
+
+def kill_a_client(adapter, invitation, proxy):
+    """Start a client that generates texts through a proxy, and kill it during a generation."""
+    options = ["--adapter", adapter, "--invitation", invitation, "--batch-size", 1]
+    command = ["generate", *options, "--max-new-tokens", 80, *QUESTIONS_AT_ONCE]
+    words = [sys.executable, "-m", "chambers", *map(str, command)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: proxy.down > 20_000, 60)
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_cuts_and_a_killed_client_disturb_no_answer_and_leave_nothing(run_folder, tmp_path, alone):
+    """The server has memory for one batch of texts, so it must free the killed client's cache."""
+    adapter, _ = adapters(run_folder)
+    words = (run_folder, "--max-tokens", 8 * 144, "--max-prompt-length", 64)
+    counts = []
+    for turn in range(2):  # the first turn also opens files that stay open
+        with serving_here(tmp_path / str(turn), *words, resume_timeout=10.0) as (address, files):
+            alpha, beta = proxies = Proxy(address), Proxy(address)
+            for client, proxy in zip(("alpha", "beta"), proxies, strict=True):
+                content = json.loads(files[client].read_text())
+                files[client].write_text(json.dumps(content | {"address": proxy.address}))
+            kill_a_client(adapter, files["beta"], beta)
+
+            def answered(number, client, proxy=alpha):
+                if number % 7 == 5:
+                    proxy.cut()
+                return answered_alone(client, alone, number)
+
+            with (
+                answering(adapter, "--invitation", files["alpha"]) as (client, _),
+                ThreadPoolExecutor(16) as pool,
+            ):
+                assert all(pool.map(partial(answered, client=client), range(50)))
+            for proxy in proxies:
+                proxy.stop()
+        counts.append(resources())
+    threads, files = counts[0]
+    wait_until(lambda: resources()[0] <= threads and resources()[1] <= files, 60)
 
 
 def test_a_full_queue_is_refused(run_folder):
