@@ -78,7 +78,8 @@ def _estimate(config: RunConfig, checkpoint: Path) -> tuple[GpuMemory, GpuMemory
         config, checkpoint, theirs, tokens=config.split.window * config.longest, ends=True
     )
     budget = config.split.activation_budget
-    return client, _memory(config, checkpoint, blocks - theirs, tokens=budget, ends=False)
+    others = max(0, blocks - theirs)  # the number of blocks may be unknown
+    return client, _memory(config, checkpoint, others, tokens=budget, ends=False)
 
 
 def _memory(config: RunConfig, checkpoint: Path, blocks: int, tokens: int, ends: bool) -> GpuMemory:
