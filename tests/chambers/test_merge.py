@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,6 +55,22 @@ def test_the_folder_is_a_checkpoint_with_the_adapter_s_logits(run_folder, base, 
     merged = told(capsys, "generate", "--model", folder, *words)
     assert merged == told(capsys, "generate", "--adapter", adapter, *words)
     assert "exists" in refused(capsys, "merge", adapter, folder)
+
+
+@pytest.mark.slow
+def test_lm_evaluation_harness_scores_the_folder_as_the_adapter(run_folder, base, tmp_path, capsys):
+    adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
+    told(capsys, "merge", adapter, folder)
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    texts = [(PROMPT, " void"), ("who", " costs the contract")]
+    requests = [Instance("loglikelihood", {}, text, 0) for text in texts]
+    found, expected = (
+        HFLM(
+            pretrained=model, tokenizer=AutoTokenizer.from_pretrained(base), device="cpu"
+        ).loglikelihood(requests, disable_tqdm=True)
+        for model in (str(folder), whole)
+    )
+    assert [value for value, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-4)
 
 
 def test_precision_is_the_checkpoint_s_or_chosen(run_folder, base, tmp_path, capsys):
