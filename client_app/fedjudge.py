@@ -12,8 +12,10 @@ from flwr.common import log
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
+from client_app.privacy_account import private_steps
 from client_app.state import ClientState
 from client_app.task import Metrics, Task, training_metrics
+from client_app.unfinished_round import UnfinishedRound
 from federation.messages import ARRAYS, IMPORTANCE
 from federation.run_config import RunConfig
 from federation.site_policy import PrivacyPolicy
@@ -65,9 +67,10 @@ def train(task: Task) -> tuple[State, Metrics]:
     parameters = trainable_parameters(model.peft_model)
     penalty = _penalty(task, model, parameters)
     optimizer_state = task.saved_optimizer()
+    unfinished = UnfinishedRound(task)
     stages: Stages = model
     if terms := task.site.privacy:
-        local_round, stages = _privately(task=task, terms=terms, model=model, parameters=parameters)
+        local_round, stages = _privately(task, terms, model, parameters, unfinished)
     else:
         local_round = task.local_round()
     report, optimizer = train_round(
@@ -80,9 +83,11 @@ def train(task: Task) -> tuple[State, Metrics]:
         penalty=penalty,
         optimizer_state=optimizer_state,
         description=task.title,
+        checkpoint=unfinished,
     )
     adapter = export_adapter(model.peft_model)
     task.save(adapter, optimizer)
+    unfinished.remove()
     metrics = training_metrics(report)
     metrics["distance"] = distance(adapter, task.arrays[ARRAYS])
     if penalty is not None:
@@ -170,8 +175,11 @@ def _privately(
     terms: PrivacyPolicy,
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
+    unfinished: UnfinishedRound,
 ) -> tuple[LocalRound, Stages]:
     """Return the steps and stages of a differentially private round, and record its ε.
+
+    An unfinished round that continues has the rows that were drawn, and its ε has been recorded.
 
     A row yields no example if ``data.max-length`` leaves no room for its output. Such rows are
     still sampled, with zero gradients: only the number of rows affects steps and sampling rates.
@@ -180,9 +188,13 @@ def _privately(
     # Fail before spending ε if the computation is impossible.
     task.steps(institution.size)
     model.row_gradients(collate(_TRIAL, institution.padding))
-    spent = task.site.spend(task.config, institution)
+    spent, drawn = private_steps(terms, task.config.train, institution.size), unfinished.drawn
+    if drawn is None:
+        task.site.spend(spent)
+        drawn = poisson_steps(len(institution.train), spent.sampling_rate, spent.steps)
+        unfinished.begin(drawn, parameters)
     local_round = LocalRound(
-        steps=poisson_steps(len(institution.train), spent.sampling_rate, spent.steps),
+        steps=drawn,
         first_step=(number - 1) * spent.steps,
         total_steps=task.config.rounds * spent.steps,
         seed=0,  # unused: a private round derives no randomness from a seed

@@ -52,17 +52,15 @@ class Site:
             steps = private_steps(self.privacy, config.train, institution.size, rounds)
             PrivacyAccount(self.privacy).check(steps)
 
-    def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
-        """Record the privacy loss of a round before training; return the steps of the round.
+    def spend(self, steps: PrivateSteps) -> None:
+        """Record the privacy loss of a round's steps before training.
 
         Raise ``PolicyError`` if ε doesn't suffice, or ``AuditError`` if a file can't be written.
         """
         assert self.privacy is not None
-        steps = private_steps(self.privacy, config.train, institution.size)
         spent = PrivacyAccount(self.privacy).spend(steps, self.about)
         # Include all fields of the account, so that it can be restored from the audit log.
         self.record("privacy", epsilon=spent, delta=self.privacy.delta, **account_line(steps))
-        return steps
 
     def accept(
         self, instruction: Instruction, config: RunConfig, institution: Institution

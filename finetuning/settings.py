@@ -173,6 +173,12 @@ class TrainSettings(Section):
     local_steps: int = Field(
         0, ge=0, description="Optimizer steps per round; with 0, `epochs` determines the steps."
     )
+    checkpoint_minutes: NonNegativeFloat = Field(
+        10.0,
+        description="Minutes from one checkpoint of a client's unfinished round to the next; the "
+        "round continues from its checkpoint if a resumed run repeats it. 0: no checkpoints. Not "
+        "for `fl-glm`.",
+    )
     batch_size: PositiveInt = Field(
         2,
         description="Number of examples of maximum length in memory at once. Shorter examples are "

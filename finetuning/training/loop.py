@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from finetuning.adapters.adapter import State, load_state
 from finetuning.data.batching import MicroBatch, Prefixed, collate, micro_batches
 from finetuning.data.tokenization import Example
 from finetuning.errors import DeadlineError
@@ -44,6 +45,33 @@ class LocalRound:
     deadline: float  # time of the deadline on ``time.monotonic``'s clock
 
 
+@dataclass
+class RoundProgress:
+    """What a round has computed so far, besides the adapter and the optimizer's state."""
+
+    losses: list[float] = field(default_factory=list)  # each step's, as in ``TrainingReport``
+    norms: list[float] = field(default_factory=list)  # each step's, before clipping
+    shares: list[float] = field(default_factory=list)  # each step's share of the penalty
+    tokens: int = 0
+    target_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Checkpoint(Protocol):
+    """Storage of an unfinished round."""
+
+    def load(self) -> tuple[RoundProgress, State, OptimizerState] | None:
+        """Return the progress, adapter and optimizer state to continue from, or None."""
+
+    def save_if_due(
+        self,
+        progress: RoundProgress,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Store the state after a step, if enough time has passed since the last time."""
+
+
 @dataclass(frozen=True)
 class TrainingReport:
     """Result of a round of local training."""
@@ -69,16 +97,22 @@ def train_round(
     penalty: Penalty | None = None,
     optimizer_state: OptimizerState | None = None,
     description: str = "training",
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[TrainingReport, OptimizerState]:
     """Train the adapter for one round.
 
     The model computes gradients. ``parameters``, the adapter's weights by name, are changed in
     place. The penalty, if any, is added to the loss. Training continues from the optimizer's state;
-    None means a new optimizer. Return the report, and the optimizer's state after the last step.
+    None means a new optimizer. If ``checkpoint`` contains a part of the round, the round continues
+    from there. Return the report, and the optimizer's state after the last step.
 
     Raise ``DeadlineError`` if the deadline passed; the adapter contains the updates of the finished
     steps. Raise ``FloatingPointError`` if a loss is not finite.
     """
+    progress = RoundProgress()
+    if checkpoint is not None and (found := checkpoint.load()):
+        progress, adapter, optimizer_state = found
+        load_state(parameters, adapter)
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})
     # An interrupted round of another client in this process may have left gradients behind.
@@ -87,13 +121,11 @@ def train_round(
     lengths = [len(example.tokens) for example in examples]
     columns = [model.columns_before + length for length in lengths]
     budget = settings.batch_size * max(columns)
-    losses: list[float] = []
-    norms: list[float] = []
-    shares: list[float] = []
-    tokens = targets = 0
-    started = time.perf_counter()
+    started = time.perf_counter() - progress.seconds
     with progress_bar(total=len(local_round.steps), description=description) as bar:
-        for index, step in enumerate(local_round.steps):
+        bar.update(len(progress.losses))
+        for index in range(len(progress.losses), len(local_round.steps)):
+            step = local_round.steps[index]
             if time.monotonic() > local_round.deadline:
                 raise DeadlineError(
                     f"{index} of {len(local_round.steps)} steps were done when the round's time "
@@ -110,22 +142,26 @@ def train_round(
             if not loss < float("inf"):
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
             if penalty is not None:
-                shares.append(penalty.add_gradient())
-            norms.append(model.clip(settings.max_gradient_norm))
+                progress.shares.append(penalty.add_gradient())
+            progress.norms.append(model.clip(settings.max_gradient_norm))
             optimizer.param_groups[0]["lr"] = rate(local_round.first_step + index)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss)
-            tokens += sum(lengths[i] for i in step)
-            targets += step_targets
+            progress.losses.append(loss)
+            progress.tokens += sum(lengths[i] for i in step)
+            progress.target_tokens += step_targets
+            progress.seconds = time.perf_counter() - started
+            if checkpoint is not None and index + 1 < len(local_round.steps):
+                checkpoint.save_if_due(progress, parameters, optimizer)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
+    shares = progress.shares
     report = TrainingReport(
-        losses=losses,
-        tokens=tokens,
-        target_tokens=targets,
+        losses=progress.losses,
+        tokens=progress.tokens,
+        target_tokens=progress.target_tokens,
         seconds=time.perf_counter() - started,
-        gradient_norm=sum(norms) / len(norms),
+        gradient_norm=sum(progress.norms) / len(progress.norms),
         learning_rate=optimizer.param_groups[0]["lr"],
         penalty_gradient_share=sum(shares) / max(len(shares) - 1, 1) if shares else None,
     )
