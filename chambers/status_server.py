@@ -3,13 +3,10 @@
 import io
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -51,8 +48,6 @@ def serve_status(directory: Path, coordinator: Path | None, port: int) -> None:
 
 def application(directory: Path, coordinator: Path | None) -> Starlette:
     """Return the application; it reads the run's folder for each request."""
-    registry = CollectorRegistry()
-    registry.register(_Metrics(directory))
     refresh = {"Refresh": "2"}  # in seconds
 
     def page(_: Request) -> Response:
@@ -62,7 +57,8 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
         return HTMLResponse(text, headers=refresh)
 
     def metrics(_: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(_metrics(look(directory)))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def unreadable(_: Request, error: Exception) -> Response:
         return PlainTextResponse(f"{directory} can't be read: {error}\n", 503, refresh)
@@ -75,19 +71,9 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     )
 
 
-class _Metrics(Collector):
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the run."""
-        seen = look(self._directory)
-        yield from _of_run(seen)
-        yield from _of_clients(seen)
-
-
-def _of_run(seen: Seen) -> Iterator[Metric]:
-    status = seen.status
+def _metrics(seen: Seen) -> CollectorRegistry:
+    """Return metrics of the run, and each client's: of its last round, or totals over its lanes."""
+    registry, status = CollectorRegistry(), seen.status
     for name, description, value in (
         ("active", "1 if a process is working on the run, else 0", seen.is_running),
         ("failed", "1 if the run has failed, else 0", status.phase == "failed"),
@@ -99,11 +85,7 @@ def _of_run(seen: Seen) -> Iterator[Metric]:
         ("seconds_left", "Estimated remaining time", seen.seconds_left),
     ):
         if value is not None:
-            yield GaugeMetricFamily(f"chambers_{name}", description, float(value))
-
-
-def _of_clients(seen: Seen) -> Iterator[Metric]:
-    """Yield each client's metrics for its last round, or totals over its finished lanes."""
+            Gauge(f"chambers_{name}", description, registry=registry).set(value)
     for event, key, description in (
         ("train", "loss", "Mean training loss in the client's last round, in nats per token"),
         ("train", "tokens", "Tokens in the client's last round"),
@@ -114,13 +96,9 @@ def _of_clients(seen: Seen) -> Iterator[Metric]:
         ("lane", "seconds_queued", "Seconds for which the client waited for the server"),
     ):
         labels = ["client", "model"] if event == "evaluate" else ["client"]
-        family = GaugeMetricFamily(f"chambers_{event}_{key}", description, labels=labels)
-        values = dict[tuple[str, ...], float]()
+        gauge = Gauge(f"chambers_{event}_{key}", description, labels, registry=registry)
         for each in seen.events:
             if each["event"] == event and each.get(key) is not None:
-                names = tuple(each[label] for label in labels)
-                before = values.get(names, 0.0) if event == "lane" else 0.0
-                values[names] = before + each[key]
-        for names, value in values.items():
-            family.add_metric(names, value)
-        yield family
+                own = gauge.labels(*(each[label] for label in labels))
+                own.inc(each[key]) if event == "lane" else own.set(each[key])
+    return registry
