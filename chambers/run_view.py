@@ -67,8 +67,19 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     ended = threading.Event()
 
     def follow() -> None:
-        while not ended.wait(2.0):
-            _follow(link, log, show)
+        over = False
+        while not over:
+            over = ended.wait(2.0)  # look once more after the end
+            # The ServerApp may be writing to the folder, so the next attempt may succeed.
+            with suppress(OSError, ValueError):
+                if not link.is_dir():
+                    show(None)
+                    continue
+                directory = link.resolve()
+                # Until metrics are written, the run may still be refused, and its folder deleted.
+                if (directory / METRICS).exists():
+                    log.move_to(directory / LOG)
+                show(look(directory))
 
     thread = threading.Thread(target=follow, name="view", daemon=True)
     thread.start()
@@ -77,17 +88,3 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        _follow(link, log, show)
-
-
-def _follow(link: Path, log: RunLog, show: Show) -> None:
-    # Ignore errors, since the ServerApp may be writing to the folder; the next attempt may succeed.
-    with suppress(OSError, ValueError):
-        if not link.is_dir():
-            show(None)
-            return
-        directory = link.resolve()
-        # Until metrics are written, the run may still be refused, and its folder deleted.
-        if (directory / METRICS).exists():
-            log.move_to(directory / LOG)
-        show(look(directory))
