@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from chambers.errors import CommandError
-from finetuning.adapters.adapter import State
 from finetuning.data.candidates import CandidateBatch
 from split.client.connecting import connect
 from split.model.part import Part
@@ -26,6 +25,9 @@ from split.protocol.errors import (
 )
 from split.protocol.standing_invitation import StandingInvitation
 
+if TYPE_CHECKING:
+    from chambers.models import Source
+
 # Timeout for reaching the server and for its final confirmation; short, since users may wait.
 _PATIENCE_SECONDS = 5.0
 
@@ -38,24 +40,18 @@ class LaneModel:
     If the consumer of the texts is slow, the server may close the idle lane before the next batch.
     The model then opens a new lane and repeats the batch.
 
-    The client's parts have their adapters attached; ``adapters`` contains their weights,
-    and ``chosen`` is the model's name at the server.
+    The client's parts have their adapters attached; ``source`` contains the adapters' weights.
 
     Raise ``CommandError`` if no server answers at the invitation's address. Raise ``LaneError`` if
     the server refuses the client.
     """
 
     def __init__(
-        self,
-        client_parts: Mapping[PartyName, Part],
-        invitation: StandingInvitation,
-        chosen: str,
-        adapters: State | None,
+        self, parts: Mapping[PartyName, Part], source: "Source", invitation: StandingInvitation
     ) -> None:
-        self._client_parts = client_parts
+        self._client_parts = parts
+        self._source = source
         self._invitation = invitation
-        self._chosen = chosen
-        self._adapters = adapters
         left = (invitation.expires - datetime.now(UTC)).total_seconds()
         self._deadline = time.monotonic() + left
         try:
@@ -76,12 +72,11 @@ class LaneModel:
         """Number of prefix positions before the tokens of each row."""
         return self._model.columns_before
 
-    def use(self, chosen: str, adapters: State | None) -> None:
+    def use(self, source: "Source") -> None:
         """Select one of the server's models, with the client's part of its adapter."""
-        # Adapters whose parts in the body are equal have the same name at the server.
-        if chosen != self._chosen or adapters is not self._adapters:
-            self._chosen, self._adapters = chosen, adapters
-            self._attempt(lambda: self._model.choose(chosen, adapters))
+        if source is not self._source:
+            self._source = source
+            self._attempt(lambda: self._model.choose(source.chosen, source.client_adapter))
 
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
@@ -126,7 +121,7 @@ class LaneModel:
         )
         with ExitStack() as on_failure:
             self._model = on_failure.enter_context(connected)
-            self._model.choose(self._chosen, self._adapters)
+            self._model.choose(self._source.chosen, self._source.client_adapter)
             self._connection = on_failure.pop_all()
 
 

@@ -188,13 +188,7 @@ def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel
     for part in client_parts.values():
         if source.adapter is not None:
             part.attach(source.adapter.settings)
-    model = LaneModel(
-        client_parts=client_parts,
-        invitation=invitation,
-        chosen=source.chosen,
-        adapters=source.client_adapter,
-    )
-    with closing(model):
+    with closing(LaneModel(client_parts, source, invitation)) as model:
         yield model
         with suppress(LaneError):  # errors are unimportant: all texts have arrived
             model.end()

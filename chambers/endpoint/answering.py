@@ -222,7 +222,7 @@ class Answerer:
     def _select(self, source: Source, selected: ExitStack) -> None:
         """Select the source's adapter; if it has none, disable adapters within the context."""
         if isinstance(self._model, LaneModel):
-            self._model.use(source.chosen, source.client_adapter)
+            self._model.use(source)
         elif isinstance(self._model, WholeModel):
             if source.adapter is not None:
                 load_adapter(self._model.peft_model, source.adapter.state)
