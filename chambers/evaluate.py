@@ -198,14 +198,7 @@ class Evaluate(BaseModelOptions):
             adapter = folder
         elif text and (folder / "base-model.json").is_file():
             adapter = global_adapter(folder)
-        options = AdapterOptions(
-            model=self.model if adapter or not text else text,
-            adapter=adapter,
-            dtype=self.dtype,
-            quantization=self.quantization,
-        )
-        options.check_folders()
-        return options
+        return self.with_adapter(adapter, self.model if adapter or not text else text)
 
     def _questions(self, name: str) -> Sequence[Question]:
         assert self.data is not None

@@ -91,6 +91,14 @@ class BaseModelOptions:
         option("Quantisation of the frozen weights; default: as in the run, else none."),
     ] = None
 
+    def with_adapter(self, folder: Path | None, model: str | None) -> "AdapterOptions":
+        """Add an adapter, and set the model; raise ``UserError`` if a folder is missing."""
+        options = AdapterOptions(
+            model=model, dtype=self.dtype, quantization=self.quantization, adapter=folder
+        )
+        options.check_folders()
+        return options
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(BaseModelOptions):

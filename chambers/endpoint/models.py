@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 from chambers.errors import CommandError
 from chambers.sources import (
     DRAFT_HELP,
-    AdapterOptions,
     BaseModelOptions,
     argument,
     check_at_least_one,
@@ -43,7 +42,7 @@ class ModelsOptions(BaseModelOptions):
         """Raise ``UserError`` if an option is invalid, without importing heavy libraries."""
         check_at_least_one(self, "max_prompt_length", "max_new_tokens")
         for folder in [*(self.adapters or []), None]:
-            self._options(folder)
+            self.with_adapter(folder, self.model)
 
     @contextmanager
     def answerer(self, batch_size: int, queue: int) -> "Iterator[Answerer]":
@@ -68,14 +67,8 @@ class ModelsOptions(BaseModelOptions):
             name = folder.resolve().name
             if name in {*sources, _BASE}:
                 raise CommandError(f"two models are named {name}; rename {folder}")
-            sources[name] = find(self._options(folder), self.invitation)
-        bare = [source.bare for source in sources.values()]
-        sources[_BASE] = bare[0] if bare else find(self._options(None), self.invitation)
+            sources[name] = find(self.with_adapter(folder, self.model), self.invitation)
+        first = next(iter(sources.values()), None)
+        options = self.with_adapter(None, self.model)
+        sources[_BASE] = first.bare if first else find(options, self.invitation)
         return sources
-
-    def _options(self, folder: Path | None) -> AdapterOptions:
-        options = AdapterOptions(
-            model=self.model, dtype=self.dtype, quantization=self.quantization, adapter=folder
-        )
-        options.check_folders()
-        return options
