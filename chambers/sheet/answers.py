@@ -1,8 +1,8 @@
 """Read the answers of several models to the same questions."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the answers of all models."""
+    """A question with the answers of one or all models."""
 
     name: str  # the row's id, or the question itself
     text: str
     reference: str  # the expected answer; empty if there is none
     answers: Mapping[str, str]  # keyed by model, or by id in a sheet
-
-
-@dataclass(frozen=True)
-class _Answer:
-    name: str
-    question: str
-    answer: str
-    reference: str
-    origin: str
+    origin: str  # file and line
 
 
 def read_answers(files: Mapping[str, Path]) -> list[Question]:
@@ -39,64 +31,58 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
     which names the file and the line, if a file can't be read, a row is malformed, or files have
     different questions.
     """
-    by_model = {model: _read(file) for model, file in files.items()}
+    by_model = {model: _read(file, model) for model, file in files.items()}
     first_model, first = next(iter(by_model.items()))
-    for model, answers in by_model.items():
+    for model, own in by_model.items():
         for one, other in ((first_model, model), (model, first_model)):
-            absent = [a.origin for key, a in by_model[one].items() if key not in by_model[other]]
+            absent = [q.origin for key, q in by_model[one].items() if key not in by_model[other]]
             if absent:
                 shown = ", ".join(absent[:_SHOWN]) + (" and others" if absent[_SHOWN:] else "")
                 raise CommandError(
                     f"{other} has no answer to the question in {shown} ({one}); all models must "
                     "answer the same questions"
                 )
-        for key, answer in answers.items():
-            for what in ("question", "reference"):
-                if getattr(answer, what) != getattr(first[key], what):
+        for key, question in own.items():
+            for what in ("text", "reference"):
+                if getattr(question, what) != getattr(first[key], what):
+                    different = "question" if what == "text" else what
                     raise CommandError(
-                        f"{answer.origin} has a different {what} from {first[key].origin}"
+                        f"{question.origin} has a different {different} from {first[key].origin}"
                     )
     return [
-        Question(
-            name=key,
-            text=answer.question,
-            reference=answer.reference,
-            answers={model: answers[key].answer for model, answers in by_model.items()},
-        )
-        for key, answer in first.items()
+        replace(question, answers={m: own[key].answers[m] for m, own in by_model.items()})
+        for key, question in first.items()
     ]
 
 
-def _read(file: Path) -> dict[str, _Answer]:
-    answers: dict[str, _Answer] = {}
-    for origin, value in _lines(file):
+def _read(file: Path, model: str) -> dict[str, Question]:
+    """Return the questions with the answers of one model, keyed by name."""
+    questions: dict[str, Question] = {}
+    for number, line in enumerate(read_bytes(file).splitlines(), start=1):
+        if not line.strip():
+            continue
+        origin = f"{file}:{number}"
         try:
-            answer = _parse(value, origin)
+            value = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise CommandError(f"{origin} is not JSON: {error}") from error
+        try:
+            question = _parse(value, origin, model)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
             raise CommandError(f"{origin}: {reason}") from error
-        if answer.name in answers:
+        if question.name in questions:
             raise CommandError(
-                f"{origin} has the same question as {answers[answer.name].origin}; give each row "
-                'a different "id" if that is intended'
+                f"{origin} has the same question as {questions[question.name].origin}; give each "
+                'row a different "id" if that is intended'
             )
-        answers[answer.name] = answer
-    if not answers:
+        questions[question.name] = question
+    if not questions:
         raise CommandError(f"{file} has no answers")
-    return answers
+    return questions
 
 
-def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the origin and the value of each line."""
-    for number, line in enumerate(read_bytes(file).splitlines(), start=1):
-        if line.strip():
-            try:
-                yield f"{file}:{number}", json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
-                raise CommandError(f"{file}:{number} is not JSON: {error}") from error
-
-
-def _parse(value: Any, origin: str) -> _Answer:
+def _parse(value: Any, origin: str, model: str) -> Question:
     """Convert a row of either format; raise ``KeyError``, ``TypeError`` or ``ValueError``."""
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
@@ -115,13 +101,8 @@ def _parse(value: Any, origin: str) -> _Answer:
             raise ValueError(f"the {name} has a lone surrogate at index {error.start}") from None
     if not question.strip():
         raise ValueError("the question is empty")
-    return _Answer(
-        name=str(value.get("id", question)),
-        question=question,
-        answer=answer,
-        reference=reference,
-        origin=origin,
-    )
+    name = str(value.get("id", question))
+    return Question(name, question, reference, {model: answer}, origin)
 
 
 def _of_generated(value: Mapping[str, Any]) -> tuple[str, Any]:

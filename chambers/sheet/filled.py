@@ -68,24 +68,22 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     delimiter = max(",;\t", key=head.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     columns: list[str] = []
-    while True:
-        line = reader.line_num + 1
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise CommandError(f"{file}:{line} is not CSV: {error}") from error
-        if cells is None:
-            return
-        if not columns:
-            columns = [cell.strip().lower() for cell in cells]
-            absent = [name for name in wanted if columns.count(name) != 1]
-            if absent:
-                raise CommandError(
-                    f"{file}:{line}: expected exactly one column {absent[0]}; is the file CSV?"
-                )
-        elif any(cell.strip() for cell in cells):
-            cells += [""] * (len(columns) - len(cells))
-            yield line, {name: cells[columns.index(name)].strip() for name in wanted}
+    line = 1
+    try:
+        for cells in reader:
+            if not columns:
+                columns = [cell.strip().lower() for cell in cells]
+                absent = [name for name in wanted if columns.count(name) != 1]
+                if absent:
+                    raise CommandError(
+                        f"{file}:{line}: expected exactly one column {absent[0]}; is the file CSV?"
+                    )
+            elif any(cell.strip() for cell in cells):
+                padded = cells + [""] * (len(columns) - len(cells))
+                yield line, {name: padded[columns.index(name)].strip() for name in wanted}
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise CommandError(f"{file}:{line} is not CSV: {error}") from error
 
 
 def _score(cell: str) -> int:
