@@ -2,18 +2,15 @@
 
 import time
 import uuid
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 from chambers.endpoint.answer_stream import Piece
 
 
-class Reply(ABC):
-    """A reply that is built from the pieces of an answer."""
+class CompletionReply:
+    """The continuation of a text, built from the pieces of an answer."""
 
-    prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, tokenizer: Any, prompt_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -53,31 +50,34 @@ class Reply(ABC):
 
     def _usage(self) -> dict[str, int]:
         # The token that ends an answer was generated too.
-        new = len(self._pieces)
-        total = self._prompt_tokens + new
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": new,
-            "total_tokens": total,
-        }
+        given, new = self._prompt_tokens, len(self._pieces)
+        return {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
 
     def _token(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
 
-    @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
         """Return the answer's text in a whole reply."""
+        return {"text": text}
 
-    @abstractmethod
     def _delta(self, text: str, first: bool) -> dict[str, Any]:
         """Return a piece's text in a chunk."""
+        return {"text": text}
 
-    @abstractmethod
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the log-probabilities of tokens."""
+        texts = [self._token(piece.token or 0) for piece in pieces]
+        return {
+            "tokens": texts,
+            "token_logprobs": [piece.log_probability for piece in pieces],
+            "top_logprobs": [
+                {self._token(token): value for token, value in piece.likeliest} for piece in pieces
+            ],
+            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+        }
 
 
-class ChatReply(Reply):
+class ChatReply(CompletionReply):
     """The next message of a conversation."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -100,26 +100,3 @@ class ChatReply(Reply):
     def _alternative(self, token: int, log_probability: float) -> dict[str, Any]:
         text = self._token(token)
         return {"token": text, "logprob": log_probability, "bytes": [*text.encode()]}
-
-
-class CompletionReply(Reply):
-    """The continuation of a text."""
-
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _delta(self, text: str, first: bool) -> dict[str, Any]:
-        return {"text": text}
-
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
-        texts = [self._token(piece.token or 0) for piece in pieces]
-        return {
-            "tokens": texts,
-            "token_logprobs": [piece.log_probability for piece in pieces],
-            "top_logprobs": [
-                {self._token(token): value for token, value in piece.likeliest} for piece in pieces
-            ],
-            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
-        }

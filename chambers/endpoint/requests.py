@@ -53,6 +53,11 @@ class Parameters(BaseModel):
     logit_bias: dict[str, Any] | None = Field(None, max_length=0)
 
     @property
+    def answer_tokens(self) -> int | None:
+        """Maximum number of tokens in the answer."""
+        return self.max_tokens
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -89,11 +94,6 @@ class Completion(Parameters):
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
-
-    @property
-    def answer_tokens(self) -> int | None:
-        """Maximum number of tokens in the continuation."""
-        return self.max_tokens
 
     @property
     def likeliest(self) -> int | None:

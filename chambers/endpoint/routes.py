@@ -172,7 +172,7 @@ class _Endpoint:
         wanted: Any,
         parameter: str,
         prompt: Callable[[], torch.Tensor],
-        form: type[ChatReply | CompletionReply],
+        form: type[CompletionReply],
     ) -> Response:
         submitted = await self._submit(wanted, parameter, prompt)
         reply = form(wanted.model, self.answerer.tokenizer, submitted.prompt_tokens)
