@@ -5,21 +5,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from chambers.errors import CommandError, described, read_bytes
-from finetuning.files import write_secret
+from chambers.errors import CommandError, read_bytes
 from split.protocol.standing_invitation import StandingInvitation
-
-
-def write_invitation(invitation: StandingInvitation, file: Path) -> None:
-    """Write an invitation to a file that only the user can read; replace an existing file.
-
-    Raise ``CommandError`` if the file can't be written.
-    """
-    try:
-        write_secret(file, f"{invitation.model_dump_json(indent=1)}\n".encode())
-    except OSError as error:
-        reason = described(error)
-        raise CommandError(f"the invitation {file} can't be written: {reason}") from error
 
 
 def read_invitation(file: Path) -> StandingInvitation:

@@ -7,12 +7,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chambers.errors import CommandError
-from chambers.invitation_file import write_invitation
+from chambers.errors import CommandError, described
 from chambers.sources import find_run, global_adapter, read_run, refuse_other_base, split_adapter
 from federation.messages import is_name
 from finetuning.adapters.adapter import State
 from finetuning.adapters.saved import read_adapter
+from finetuning.files import write_secret
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -155,6 +155,10 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
             max_prompt_length=served.max_prompt_length,
             models={name: body_digest(served.adapter, state) for name, state in models.items()},
         )
-        files[client] = served.folder / f"{client}.json"
-        write_invitation(content, files[client])
+        files[client] = file = served.folder / f"{client}.json"
+        try:
+            write_secret(file, f"{content.model_dump_json(indent=1)}\n".encode())
+        except OSError as error:
+            reason = described(error)
+            raise CommandError(f"the invitation {file} can't be written: {reason}") from error
     return files
