@@ -15,8 +15,8 @@ from chambers.sources import (
     AdapterOptions,
     BaseModelOptions,
     argument,
-    check_at_least_one,
     check_output,
+    count,
     global_adapter,
     option,
 )
@@ -74,16 +74,15 @@ class Evaluate(BaseModelOptions):
         Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
     ] = None
     limit: Annotated[
-        int | None, option("Score only the first N rows of each file; default: all.", "N")
+        int | None, count("Score only the first N rows of each file; default: all.")
     ] = None
     batch_tokens: Annotated[
-        int, option("Maximum number of padded tokens processed at once; default 8192.", "N")
+        int, count("Maximum number of padded tokens processed at once; default 8192.")
     ] = 8192
     max_length: Annotated[
-        int,
-        option("Truncate prompts of tasks with generated answers to N tokens; default 2048.", "N"),
+        int, count("Truncate prompts of tasks with generated answers to N tokens; default 2048.")
     ] = 2048
-    max_new_tokens: Annotated[int, option("Maximum tokens per answer; default 256.", "N")] = 256
+    max_new_tokens: Annotated[int, count("Maximum tokens per answer; default 256.")] = 256
     bertscore: Annotated[
         str | None,
         option(
@@ -94,7 +93,7 @@ class Evaluate(BaseModelOptions):
     ] = None
     bertscore_layer: Annotated[
         int | None,
-        option("Encoder layer; default: bert-score's recommendation, else the last layer.", "N"),
+        count("Encoder layer; default: bert-score's recommendation, else the last layer."),
     ] = None
     output: Annotated[Path | None, option("Write the scores to this file.", "F.json")] = None
 
@@ -138,8 +137,6 @@ class Evaluate(BaseModelOptions):
 
     def _check(self) -> None:
         """Refuse invalid options and missing folders."""
-        positive = ("limit", "batch_tokens", "max_length", "max_new_tokens", "bertscore_layer")
-        check_at_least_one(self, *positive)
         names = self._names()
         if not names:
             raise CommandError("--tasks names no task")

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from chambers.errors import CommandError
-from chambers.sources import (
-    DRAFT_HELP,
-    AdapterOptions,
-    argument,
-    check_at_least_one,
-    check_output,
-    option,
-)
+from chambers.sources import DRAFT_HELP, AdapterOptions, argument, check_output, count, option
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
 from finetuning.files import filling
@@ -63,7 +56,7 @@ class Generate(AdapterOptions):
     invitation: Annotated[
         Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
     ] = None
-    max_new_tokens: Annotated[int, option("Maximum tokens per answer; default 256.", "N")] = 256
+    max_new_tokens: Annotated[int, count("Maximum tokens per answer; default 256.")] = 256
     temperature: Annotated[float, option("Sampling temperature; default 0 (greedy).", "T")] = 0.0
     top_p: Annotated[
         float,
@@ -71,7 +64,7 @@ class Generate(AdapterOptions):
     ] = 1.0
     seed: Annotated[int, option("Seed for sampling; default 0.", "N")] = 0
     batch_size: Annotated[
-        int, option("Number of prompts in a batch; default 8, but always 1 with --draft.", "N")
+        int, count("Number of prompts in a batch; default 8, but always 1 with --draft.")
     ] = 8
     draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
 
@@ -103,7 +96,6 @@ class Generate(AdapterOptions):
 
     def _check(self) -> None:
         """Refuse invalid options, and files and folders that don't exist."""
-        check_at_least_one(self, "max_new_tokens", "batch_size")
         if not self.temperature >= 0:
             raise CommandError(f"--temperature {self.temperature:g}: must be 0 or more")
         if not 0 < self.top_p <= 1:

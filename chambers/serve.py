@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, RunFolder, argument, check_at_least_one, option
+from chambers.sources import AdapterOptions, RunFolder, argument, count, option
 from split.settings import SplitSettings
 
 _MAX_DAYS = 3650
@@ -79,10 +79,9 @@ class Serve(AdapterOptions):
     ] = 16384
     max_prompt_length: Annotated[
         int,
-        option(
+        count(
             "Maximum length of a prompt in tokens; default 4096. The time and memory that a prompt "
-            "needs grow with the square of its length.",
-            "N",
+            "needs grow with the square of its length."
         ),
     ] = 4096
 
@@ -92,7 +91,6 @@ class Serve(AdapterOptions):
             raise CommandError(
                 f"--valid-for {self.valid_for:g}: must be more than 0 and at most {_MAX_DAYS} days"
             )
-        check_at_least_one(self, "max_prompt_length")
         self.check_folders()
         import logging
 

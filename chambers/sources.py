@@ -32,6 +32,11 @@ def option(description: str, metavar: str | None = None) -> Any:
     return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
 
 
+def count(description: str) -> Any:
+    """Declare an option that is an integer of at least 1."""
+    return typer.Option(help=description, metavar="N", show_default=False, min=1)
+
+
 DRAFT_HELP = (
     "How to draft tokens, which the model then verifies together to save round trips to a block "
     'server: "prompt" copies passages of the text so far; an id or folder names a small model that '
@@ -48,14 +53,6 @@ def _expanded(value: Any) -> Any:
     if isinstance(value, list):
         return [_expanded(item) for item in value]
     return value.expanduser() if isinstance(value, Path) else value
-
-
-def check_at_least_one(options: object, *names: str) -> None:
-    """Raise ``CommandError`` if any of the named options is given and is less than 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
 def check_output(file: Path) -> None:

@@ -14,7 +14,7 @@ from chambers.actors import checkpoint_of, count_actors, this_machine
 from chambers.app_folder import PROJECT, presets
 from chambers.errors import CommandError
 from chambers.gpu_memory import plan
-from chambers.sources import argument, check_at_least_one, option
+from chambers.sources import argument, count
 from federation.resumption import check_resumable
 from federation.run_config import RunConfig, Scalar, parse_run_config
 from federation.run_folder import METRICS, read_events, results_folder
@@ -54,13 +54,12 @@ class Train:
 
     settings: Annotated[list[str] | None, argument("[PRESET|FILE.toml|KEY=VALUE]…")] = None
     clients: Annotated[
-        int | None, option("Number of clients; default: one per folder in data.path, else 3.", "N")
+        int | None, count("Number of clients; default: one per folder in data.path, else 3.")
     ] = None
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the run's log too.")] = False
 
     def __call__(self) -> int:
         """Train; return 0 only if the run completed."""
-        check_at_least_one(self, "clients")
         values = read_settings(self.settings or [])
         clients = self.clients or count_clients(values)
         # The default of min-nodes depends on ``sample``.

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from chambers.endpoint.models import ModelsOptions
 from chambers.errors import CommandError, read_bytes
-from chambers.sources import check_at_least_one, option
+from chambers.sources import count, option
 
 _MIN_KEY_LENGTH = 16
 
@@ -44,15 +44,14 @@ class Api(ModelsOptions):
         Path | None, option("File with the API key that requests must send.", "FILE")
     ] = None
     batch_size: Annotated[
-        int, option("Number of requests that are answered together; default 8.", "N")
+        int, count("Number of requests that are answered together; default 8.")
     ] = 8
     queue: Annotated[
-        int, option("Number of requests that may wait; further ones are refused; default 64.", "N")
+        int, count("Number of requests that may wait; further ones are refused; default 64.")
     ] = 64
 
     def __call__(self) -> int:
         """Answer requests until SIGINT or SIGTERM."""
-        check_at_least_one(self, "batch_size", "queue")
         self.check_models()
         key = self._key()
         with self._listen(key) as listener:

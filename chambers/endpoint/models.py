@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError
-from chambers.sources import (
-    DRAFT_HELP,
-    BaseModelOptions,
-    argument,
-    check_at_least_one,
-    option,
-)
+from chambers.sources import DRAFT_HELP, BaseModelOptions, argument, count, option
 
 if TYPE_CHECKING:
     from chambers.endpoint.answering import Answerer
@@ -32,15 +26,14 @@ class ModelsOptions(BaseModelOptions):
     ] = None
     draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
     max_prompt_length: Annotated[
-        int, option("Maximum length of a prompt in tokens; default 4096.", "N")
+        int, count("Maximum length of a prompt in tokens; default 4096.")
     ] = 4096
     max_new_tokens: Annotated[
-        int, option("Maximum tokens per answer (requests can ask for fewer); default 1024.", "N")
+        int, count("Maximum tokens per answer (requests can ask for fewer); default 1024.")
     ] = 1024
 
     def check_models(self) -> None:
-        """Raise ``UserError`` if an option is invalid, without importing heavy libraries."""
-        check_at_least_one(self, "max_prompt_length", "max_new_tokens")
+        """Raise ``UserError`` if a folder is missing, without importing heavy libraries."""
         for folder in [*(self.adapters or []), None]:
             self.with_adapter(folder, self.model)
 

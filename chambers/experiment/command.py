@@ -15,7 +15,7 @@ import typer
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
-from chambers.sources import argument, check_at_least_one, option
+from chambers.sources import argument, count, option
 from chambers.train import count_clients, read_settings, with_absolute_paths
 from federation.run_config import RunConfig, Scalar, parse_run_config
 
@@ -37,7 +37,7 @@ class Experimenting:
     file: Annotated[Path, argument("FILE.toml")]
     size: Annotated[str, option("Name of a size in FILE.toml; default small.", "NAME")] = "small"
     output: Annotated[Path | None, option("Folder; default runs/FILE-SIZE.", "FOLDER")] = None
-    jobs: Annotated[int, option("Number of concurrent runs; default 1.", "N")] = 1
+    jobs: Annotated[int, count("Number of concurrent runs; default 1.")] = 1
     resume: Annotated[bool, typer.Option("--resume", help="Continue the experiment.")] = False
     render: Annotated[bool, typer.Option("--render", help="Only render recorded results.")] = False
 
@@ -52,7 +52,6 @@ class Experimenting:
             raise CommandError(
                 f"{self.file} has no size {self.size}; its sizes are {', '.join(experiment.sizes)}"
             )
-        check_at_least_one(self, "jobs")
         folder = (self.output or Path("runs") / f"{self.file.stem}-{self.size}").absolute()
         results = folder / RESULTS
         if not self.render:

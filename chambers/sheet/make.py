@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from chambers.errors import CommandError
-from chambers.sources import argument, check_at_least_one, option
+from chambers.sources import argument, count, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class Make:
 
     answers: Annotated[list[str], argument("MODEL=FILE.jsonl…")]
     output: Annotated[Path, option("New folder to write to.", "FOLDER")]
-    annotators: Annotated[int, option("Number of sheets; default 3, as in FedJudge.", "N")] = 3
+    annotators: Annotated[int, count("Number of sheets; default 3, as in FedJudge.")] = 3
     questions: Annotated[
-        int, option("Number of questions, drawn at random; default 100 or, if fewer, all.", "N")
+        int, count("Number of questions, drawn at random; default 100 or, if fewer, all.")
     ] = 100
     hide_references: Annotated[bool, option("Leave out the expected answers.")] = False
     seed: Annotated[
@@ -45,7 +45,6 @@ class Make:
 
     def __call__(self) -> int:
         """Create the sheets."""
-        check_at_least_one(self, "annotators", "questions")
         folder = self.output
         if folder.exists():
             raise CommandError(f"--output {folder} exists; name a folder that doesn't")

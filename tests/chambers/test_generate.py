@@ -258,7 +258,7 @@ def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
         (("--invitation", "/nowhere.json"), "/nowhere.json can't be read"),
         (("--file", "/nowhere.jsonl"), "/nowhere.jsonl is not a file"),
         (("--output", "/nowhere/there.jsonl"), "there is no folder /nowhere"),
-        (("--batch-size", "0"), "--batch-size 0"),
+        (("--batch-size", "0"), "'--batch-size': 0 is not in the range"),
         (("--temperature", "-1"), "--temperature -1"),
         (("--top-p", "2"), "--top-p 2"),
         (("--model", "tiny", " "), "a prompt is empty"),

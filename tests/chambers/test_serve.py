@@ -251,7 +251,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         (["RUN", "--listen", "TAKEN"], "the port is in use"),
         (["RUN", "--head-blocks", "3"], "leave the server none of the 4 blocks"),
         (["RUN", "--max-tokens", "0"], "--max-tokens 0"),
-        (["RUN", "--max-prompt-length", "0"], "--max-prompt-length 0"),
+        (["RUN", "--max-prompt-length", "0"], "'--max-prompt-length': 0 is not"),
         (["RUN", "--valid-for", "0"], "--valid-for 0"),
         (["RUN", "--valid-for", "inf"], "--valid-for inf"),
         (["RUN", "--valid-for", "3651"], "--valid-for 3651"),

@@ -160,7 +160,7 @@ def test_answers_that_do_not_belong_together_are_refused(tmp_path, capsys, secon
         (("answers.jsonl",), "answers.jsonl: must be MODEL=FILE.jsonl"),
         (("a=x", "a=y"), "a is named twice"),
         (("a=/nowhere",), "/nowhere can't be read"),
-        (("a=x", "--annotators", "0"), "--annotators 0"),
+        (("a=x", "--annotators", "0"), "'--annotators': 0 is not in the range"),
     ],
 )
 def test_invalid_arguments_are_refused(tmp_path, capsys, words, reason):
