@@ -12,12 +12,12 @@ import copy
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from torch import Tensor
 
-from split.lane.inbox import Inbox
 from split.lane.lifetime import Lifetime
 from split.lane.stream import Stream, Traffic
 from split.lane.transport import CLOSE_SECONDS, MAX_STREAMS, lane_error
@@ -41,6 +41,7 @@ from split.protocol.tickets import Identity
 _LOG = logging.getLogger(__name__)
 # A client replaces a stream before its keys reach their limit, with a margin for one large frame.
 REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
+_FRAMES_AHEAD = 16  # maximum number of frames that wait for ``receive``, whatever their size
 
 
 class Lane:
@@ -76,7 +77,7 @@ class Lane:
         self._to_send = threading.Condition(lock)  # a frame was queued
         self._room = threading.Condition(lock)  # a frame was sent, or returned by ``receive``
         self._delivery = Delivery()
-        self._inbox = Inbox(limits.hidden_bytes)
+        self._inbox: deque[tuple[Frame, int]] = deque()  # frames for ``receive``, and their sizes
         self._life = Lifetime(resume_timeout)
         self._stream: Stream | None = None
         self._before = Traffic()  # traffic of the streams that were replaced
@@ -175,7 +176,7 @@ class Lane:
             self._seconds_waiting += time.perf_counter() - started
             if self._inbox:
                 self._room.notify_all()
-                return self._inbox.take()
+                return self._inbox.popleft()[0]
             self.check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
 
@@ -317,8 +318,8 @@ class Lane:
             raise FrameError("received a second CONFIRM")
         size = frame.memory_bytes(stream.opener.frame_bytes)
         while self._life.error is None and self._stream is stream:
-            if self._inbox.has_room(size):
-                self._inbox.add(frame, size)
+            if self._has_room(size):
+                self._inbox.append((frame, size))
                 self._delivery.received += 1
                 self._changed.notify_all()
                 break
@@ -336,6 +337,12 @@ class Lane:
                     return outgoing
                 self._to_send.wait()
         return None
+
+    def _has_room(self, size: int) -> bool:
+        """Return whether the inbox can take a frame, which may be larger if it is the only one."""
+        total = size + sum(waiting for _, waiting in self._inbox)
+        fits = len(self._inbox) < _FRAMES_AHEAD and total <= self.limits.hidden_bytes
+        return not self._inbox or fits
 
     def _may_queue(self) -> bool:
         fits = self._delivery.unsent_bytes <= self.limits.queue_bytes
