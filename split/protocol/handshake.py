@@ -10,7 +10,6 @@ for one lane is used up only when the server has decrypted the client's first re
 
 import hmac
 import secrets
-from enum import Enum
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
@@ -30,24 +29,21 @@ from split.protocol.keys import SUITE_NUMBERS, KeyExchange, ServerKeys, key_iden
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
 _CLIENT, _SERVER = b"client finished", b"server finished"  # labels of the last MAC of each side
-
-
-class _State(Enum):
-    NEW = "new"
-    HELLO = "M1 was sent or received"
-    ANSWERED = "M2 was sent or received"
-    FINISHED = "M3 was sent or received"
+# States of a handshake.
+_NEW = "new"
+_HELLO = "M1 was sent or received"
+_ANSWERED = "M2 was sent or received"
+_FINISHED = "M3 was sent or received"
 
 
 class _Handshake:
     """Base class that raises ``RuntimeError`` if methods are called in the wrong order."""
 
-    def __init__(self) -> None:
-        self._state = _State.NEW
+    _state = _NEW
 
-    def _expect(self, state: _State) -> None:
-        if self._state is not state:
-            raise RuntimeError(f"the handshake is at {self._state.value!r}, not {state.value!r}")
+    def _expect(self, state: str) -> None:
+        if self._state != state:
+            raise RuntimeError(f"the handshake is at {self._state!r}, not {state!r}")
 
 
 class ClientHandshake(_Handshake):
@@ -56,7 +52,6 @@ class ClientHandshake(_Handshake):
     def __init__(
         self, ticket: Ticket, identity: Identity, server_public: bytes, suite: KeyExchange
     ) -> None:
-        super().__init__()
         self._ticket = ticket
         self._identity = identity
         self._server_public = server_public
@@ -67,7 +62,7 @@ class ClientHandshake(_Handshake):
 
     def hello(self) -> bytes:
         """Return M1; raise a HandshakeError if the server's public key is not of this suite."""
-        self._expect(_State.NEW)
+        self._expect(_NEW)
         hello = Hello(
             suite=SUITE_NUMBERS[self._suite],
             identity=self._identity,
@@ -79,7 +74,7 @@ class ClientHandshake(_Handshake):
         context = hello_context(hello)
         body = context + wrap(self._suite, self._server_public, self._secret, context)
         self._hello = body + _hello_mac(self._ticket, body)
-        self._state = _State.HELLO
+        self._state = _HELLO
         return self._hello
 
     def finish(self, answer: bytes) -> tuple[bytes, LaneSecrets]:
@@ -88,7 +83,7 @@ class ClientHandshake(_Handshake):
         Raise a HandshakeError if M2 is malformed, or its sender lacks the ticket's secret or the
         server's private key.
         """
-        self._expect(_State.HELLO)
+        self._expect(_HELLO)
         check_prefix(answer, 2)
         if len(answer) != PREFIX_BYTES + SHARE_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
@@ -98,7 +93,7 @@ class ClientHandshake(_Handshake):
         _compare(answer[-MAC_BYTES:], schedule.finished(_SERVER, transcript))
         transcript = self._hello + answer + prefix(3)
         mac = schedule.finished(_CLIENT, transcript)
-        self._state = _State.FINISHED
+        self._state = _FINISHED
         return prefix(3) + mac, schedule.secrets(transcript + mac)
 
 
@@ -106,7 +101,6 @@ class ServerHandshake(_Handshake):
     """The server's side of a handshake."""
 
     def __init__(self, keys: ServerKeys, tickets: TicketBook) -> None:
-        super().__init__()
         self._keys = keys
         self._tickets = tickets
 
@@ -120,7 +114,7 @@ class ServerHandshake(_Handshake):
         or issued for a different identity. Raise ``LaneBusyError`` if the same message was received
         before. A client can retry with a new M1.
         """
-        self._expect(_State.NEW)
+        self._expect(_NEW)
         message = read_hello(hello)
         ticket, identity = self._tickets.find(message.ticket)
         _compare(hello[-MAC_BYTES:], _hello_mac(ticket, hello[:-MAC_BYTES]))
@@ -130,7 +124,7 @@ class ServerHandshake(_Handshake):
             raise refused(Refusal.SUITE)
         self._tickets.note_hello(message.ticket, hello[-MAC_BYTES:])
         self._message, self._ticket, self._transcript = message, ticket, hello
-        self._state = _State.HELLO
+        self._state = _HELLO
         return identity
 
     def answer(self) -> bytes:
@@ -139,7 +133,7 @@ class ServerHandshake(_Handshake):
         Raise ``HandshakeError`` if the secret can't be decrypted, or the client's share is invalid.
         Raise ``ServerKeyError`` if the secret is encrypted to a key other than the current one.
         """
-        self._expect(_State.HELLO)
+        self._expect(_HELLO)
         message = self._message
         wrapped = self._keys.unwrap(message.key, message.wrapped, hello_context(message))
         private = X25519PrivateKey.generate()
@@ -148,7 +142,7 @@ class ServerHandshake(_Handshake):
         body = prefix(2) + share
         answer = body + self._schedule.finished(_SERVER, self._transcript + body)
         self._transcript += answer
-        self._state = _State.ANSWERED
+        self._state = _ANSWERED
         return answer
 
     def accept(self, finished: bytes) -> tuple[LaneSecrets, bytes]:
@@ -156,13 +150,13 @@ class ServerHandshake(_Handshake):
 
         Raise a HandshakeError if M3 is malformed or altered, or its sender does not have the keys.
         """
-        self._expect(_State.ANSWERED)
+        self._expect(_ANSWERED)
         check_prefix(finished, 3)
         if len(finished) != PREFIX_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
         transcript = self._transcript + finished[:-MAC_BYTES]
         _compare(finished[-MAC_BYTES:], self._schedule.finished(_CLIENT, transcript))
-        self._state = _State.FINISHED
+        self._state = _FINISHED
         return self._schedule.secrets(self._transcript + finished), self._ticket.identifier
 
 

@@ -5,7 +5,6 @@ frame that is not consistent with earlier frames raises ``ProtocolError``.
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 
@@ -93,30 +92,14 @@ class StepEnd:
     squared_norm: float
 
 
-@dataclass(frozen=True)
-class AverageRequest:
-    """Adapters of the head and the tail, and a request for their average over all clients."""
-
-    step: int
-    adapters: dict[str, torch.Tensor]
-
-
-Event = HeadOutput | OutputGradient | StepEnd | AverageRequest
-
-
-class State(Enum):
-    """State of a round; the values describe the frames that may come next."""
-
-    JOINING = "JOIN"
-    BETWEEN_STEPS = "the first micro-batch of a step, AVERAGE, or END"
-    IN_STEP = "micro-batches, their gradients, or STEP"
+# A frame with adapters of the head and the tail requests their average over all clients.
+Event = HeadOutput | OutputGradient | StepEnd | Frame
 
 
 class TrainingRound:
     """State machine that checks a client's frames. Don't call ``receive`` concurrently."""
 
     def __init__(self, largest: RoundPlan, limits: RoundLimits) -> None:
-        self.state = State.JOINING
         self.plan = largest  # the client's plan; until it has joined, the largest that is allowed
         self.credits = 0  # maximum number of the client's micro-batches in flight
         # Numbers of the step's micro-batches whose output was sent (set by any thread) and whose
@@ -125,7 +108,9 @@ class TrainingRound:
         self._limits = limits
         self._longest = 0
         self._step = 0
-        self._shapes: list[torch.Size] = []  # shapes of this step's hidden states
+        self._shapes: list[
+            torch.Size
+        ] = []  # shapes of this step's hidden states; empty between steps
         self._announced = (0, 0)  # targets and micro-batches of the step
         self._rows = self._targets = 0
 
@@ -164,7 +149,6 @@ class TrainingRound:
             )
         # The body's learning rate must not depend on numbers that a client reports.
         self.plan = replace(plan, first_step=largest.first_step, total_steps=largest.total_steps)
-        self.state = State.BETWEEN_STEPS
 
     def receive(self, frame: Frame) -> Event | None:
         """Check the next frame; return its event, or None for ``END``.
@@ -172,7 +156,7 @@ class TrainingRound:
         Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
         """
         if frame.kind is Kind.END:
-            if self.state is not State.BETWEEN_STEPS or self._step != self.plan.steps:
+            if self._shapes or self._step != self.plan.steps:
                 raise ProtocolError(
                     f"the round ended after {self._step} of {self.plan.steps} steps"
                 )
@@ -187,9 +171,9 @@ class TrainingRound:
             return self._step_end(frame)
         if frame.kind is not Kind.AVERAGE:
             raise ProtocolError(f"a {frame.kind.name} frame is not allowed in training")
-        if self.state is State.IN_STEP:
+        if self._shapes:
             raise ProtocolError("an average was requested within a step")
-        return AverageRequest(frame.step, dict(frame.tensors))
+        return frame
 
     def _head_output(self, frame: Frame) -> HeadOutput:
         index = frame.micro_batch
@@ -215,7 +199,6 @@ class TrainingRound:
         )
         self._count(output)
         self._shapes.append(hidden.shape)
-        self.state = State.IN_STEP
         return output
 
     def _count(self, output: HeadOutput) -> None:
@@ -283,5 +266,4 @@ class TrainingRound:
         self.answered = self.returned = self._rows = self._targets = 0
         self._announced = (0, 0)
         self._shapes.clear()
-        self.state = State.BETWEEN_STEPS
         return StepEnd(frame.step, float(norm))  # type: ignore[arg-type]

@@ -8,9 +8,8 @@ import torch
 
 from split.lane.lane import Lane
 from split.protocol.errors import LaneError, ProtocolError
-from split.protocol.frames import Kind
+from split.protocol.frames import Frame, Kind
 from split.protocol.training import (
-    AverageRequest,
     HeadOutput,
     OutputGradient,
     RoundLimits,
@@ -66,7 +65,7 @@ class TrainingSession(Session):
             HeadOutput: trainer.forward,
             OutputGradient: trainer.backward,
             StepEnd: self._end_step,
-            AverageRequest: self._average,
+            Frame: self._average,
         }
         finished = False
         try:
@@ -104,9 +103,9 @@ class TrainingSession(Session):
         assert self._trainer is not None
         self._trainer.step(end)
 
-    def _average(self, request: AverageRequest) -> None:
+    def _average(self, request: Frame) -> None:
         self._settle()
-        average = self._schedule.average(self, request.step, request.adapters)
+        average = self._schedule.average(self, request.step, request.tensors)
         self.lane.send(Kind.AVERAGE, request.step, tensors=average)
 
     def _settle(self) -> None:
