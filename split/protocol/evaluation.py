@@ -7,7 +7,6 @@ several endings each. Frames that are not allowed in the current state raise ``P
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
@@ -60,21 +59,8 @@ class CachedExtension:
     drop: int = 0
 
 
-@dataclass(frozen=True)
-class TextsEnd:
-    """The client no longer needs the cached texts."""
-
-
-Event = ModelChoice | ForwardPass | Prompts | CachedExtension | TextsEnd
-
-
-class State(Enum):
-    """State of an evaluation; the values describe the frames that may come next."""
-
-    JOINING = "JOIN"
-    CHOSEN = "JOIN, hidden states, or END"
-    CACHED = "the next tokens or endings of the cached texts, new prompts, STEP, JOIN, or END"
-    COMPLETE = "new prompts, STEP, JOIN, or END"
+# A STEP frame means that the client no longer needs the cached texts.
+Event = ModelChoice | ForwardPass | Prompts | CachedExtension | Frame
 
 
 class Evaluation:
@@ -96,7 +82,6 @@ class Evaluation:
         longest: int,
         max_cached_tokens: int,
     ) -> None:
-        self.state = State.JOINING
         # Any thread may change these two attributes.
         self.choosing = False  # whether a selected model is not ready yet
         self.answered = 0  # number of micro-batches whose output was sent
@@ -104,13 +89,14 @@ class Evaluation:
         self._window = window
         self._longest = longest
         self._max_cached_tokens = max_cached_tokens
-        self._model: str | None = None
+        self._model: str | None = None  # the selected model; None until the first JOIN
         self._prefix = 0  # prefix length of the selected model
         self._received = 0
         # Numbers of rows and columns of the prompts, of columns in the cache and in the last frame,
-        # of new tokens, and of frames so far.
+        # of new tokens, and of frames so far (0 without cached texts).
         self._rows = self._columns = self._cached = self._last = 0
         self._new_tokens = self._frames = 0
+        self._complete = False  # whether endings have completed the cached texts
 
     def receive(self, frame: Frame) -> Event | None:
         """Check the next frame; return its event, or None for ``END``.
@@ -121,12 +107,12 @@ class Evaluation:
             return None
         if frame.kind is Kind.JOIN:
             return self._choice(frame)
-        if frame.kind is Kind.HIDDEN and self.state is not State.JOINING:
+        if frame.kind is Kind.HIDDEN and self._model is not None:
             return self._hidden(frame)
-        if frame.kind is Kind.STEP and self.state in {State.CACHED, State.COMPLETE}:
+        if frame.kind is Kind.STEP and self._frames:
             self._refuse_in_flight("the end of a generation")
-            self.state = State.CHOSEN
-            return TextsEnd()
+            self._frames = 0
+            return frame
         raise ProtocolError(f"a {frame.kind.name} frame is not allowed now in an evaluation")
 
     def _choice(self, frame: Frame) -> ModelChoice:
@@ -138,7 +124,7 @@ class Evaluation:
         if self.choosing or self._received > self.answered:
             raise ProtocolError("a model was chosen before all answers of the last model were sent")
         self.choosing = model != self._model
-        self._model, self._prefix, self.state = model, self._models[model], State.CHOSEN
+        self._model, self._prefix, self._frames = model, self._models[model], 0
         return ModelChoice(model, is_new=self.choosing)
 
     def _hidden(self, frame: Frame) -> Event:
@@ -148,7 +134,7 @@ class Evaluation:
             event: Event = self._prompts(frame, hidden, padding)
         elif "endings" in frame.fields:
             event = self._endings(frame, hidden, padding)
-        elif self.state is State.CHOSEN:
+        elif not self._frames:
             event = self._forward_pass(frame, hidden, padding)
         else:
             event = self._next_tokens(frame, hidden)
@@ -183,7 +169,7 @@ class Evaluation:
                 "evaluate.max-new-tokens, adapter.prefix-length)"
             )
         self._rows, self._columns, self._new_tokens, self._frames = rows, columns, new_tokens, 1
-        self._cached, self._last, self.state = columns, columns, State.CACHED
+        self._cached, self._last, self._complete = columns, columns, False
         return Prompts(frame.step, frame.micro_batch, hidden, padding, tokens)
 
     def _next_tokens(self, frame: Frame, hidden: torch.Tensor) -> CachedExtension:
@@ -198,13 +184,13 @@ class Evaluation:
                 f"{self._last} tokens to drop"
             )
         self._cached, self._last = self._cached - drop + columns, columns
-        if self.state is State.COMPLETE or self._cached > self._columns + self._new_tokens:
+        if self._complete or self._cached > self._columns + self._new_tokens:
             raise ProtocolError(f"received more than the agreed {self._new_tokens} tokens")
         self._frames += 1
         return CachedExtension(frame.step, frame.micro_batch, hidden, drop=drop)
 
     def _endings(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> CachedExtension:
-        if self.state is State.CHOSEN:
+        if not self._frames:
             raise ProtocolError("received endings without their beginnings")
         self._refuse_in_flight("endings")
         each, (rows, columns) = whole_number(frame, "endings"), hidden.shape[:2]
@@ -223,7 +209,7 @@ class Evaluation:
         if tokens > room:
             raise ProtocolError(f"endings need {tokens} tokens; at most {room} were agreed on")
         self._frames += 1
-        self.state = State.COMPLETE
+        self._complete = True
         return CachedExtension(frame.step, frame.micro_batch, hidden, endings=each)
 
     def _tokens(self, rows: int, columns: int) -> int:

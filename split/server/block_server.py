@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Self
 
@@ -18,9 +18,11 @@ from split.protocol.training import RoundLimits, RoundPlan
 from split.server.body_adapters import BodyAdapters
 from split.server.endpoint import Endpoint, lane_ended_by_errors
 from split.server.evaluation_session import EvaluationSession, Models
-from split.server.schedules.make_schedule import make_schedule
+from split.server.schedules.client_batch import ClientBatch
+from split.server.schedules.hierarchical import Hierarchical
+from split.server.schedules.serial import Serial
 from split.server.session import Account
-from split.server.training_session import TrainingSession
+from split.server.training_session import Schedule, TrainingSession
 from split.settings import SplitSettings
 
 # What an invitation permits (to train or to evaluate models), and its lifetime in seconds.
@@ -73,14 +75,26 @@ class BlockServer(Endpoint):
             maximum_columns=columns,
         )
         super().__init__(split, limits)
-        self._schedule = make_schedule(
-            split=split,
-            make_adapters=partial(BodyAdapters, body, adapter, train, state["body"]),
-            compute=self._compute,
-            state=state,
-            minimum=minimum,
-        )
+        make_adapters = partial(BodyAdapters, body, adapter, train, state["body"])
+        self._schedule = self._make_schedule(make_adapters, state, minimum)
         self._lanes.start()
+
+    def _make_schedule(
+        self,
+        make_adapters: Callable[[], BodyAdapters],
+        state: Mapping[PartyName, State],
+        minimum: int,
+    ) -> Schedule:
+        split, compute = self._split, self._compute
+        if split.schedule == "serial":
+            return Serial(make_adapters())
+        if split.schedule == "client-batch":
+            return ClientBatch(
+                adapters=make_adapters(), compute=compute, split=split, minimum=minimum
+            )
+        return Hierarchical(
+            make_adapters=make_adapters, compute=compute, state=state, split=split, minimum=minimum
+        )
 
     def __enter__(self) -> Self:
         return self

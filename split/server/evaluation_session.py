@@ -19,9 +19,8 @@ from split.protocol.evaluation import (
     ForwardPass,
     ModelChoice,
     Prompts,
-    TextsEnd,
 )
-from split.protocol.frames import Kind
+from split.protocol.frames import Frame, Kind
 from split.server.compute import ComputeThread, Job, Priority
 from split.server.session import Session
 from split.settings import SplitSettings
@@ -78,17 +77,16 @@ class EvaluationSession(Session):
         Raise ``LaneError`` if the lane has ended, or the client was silent for too long. Raise
         ``ProtocolError`` if the client sent a frame that is not allowed.
         """
+        handlers: dict[type, Callable[[Any], None]] = {
+            ModelChoice: self._choose,
+            ForwardPass: self._forward,
+            Prompts: self._begin_texts,
+            CachedExtension: self._continue_texts,
+            Frame: lambda _: self._end_texts(),
+        }
         try:
-            self.dispatch(
-                self._evaluation.receive,
-                {
-                    ModelChoice: self._choose,
-                    ForwardPass: self._forward,
-                    Prompts: self._begin_texts,
-                    CachedExtension: self._continue_texts,
-                    TextsEnd: lambda _: self._end_texts(),
-                },
-            )
+            while (event := self._evaluation.receive(self.receive())) is not None:
+                handlers[type(event)](event)
             self.lane.send(Kind.END)
         finally:
             self.compute.withdraw(self)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -117,19 +117,6 @@ class Session:
         self.lane.send(
             Kind.HIDDEN, step=step, micro_batch=index, tensors={"hidden": states.detach()}
         )
-
-    def dispatch(
-        self,
-        event_of: Callable[[Frame], object],
-        handlers: Mapping[type, Callable[[Any], None]],
-    ) -> None:
-        """Handle the client's frames, up to the last one.
-
-        ``event_of`` checks a frame and returns an event, or None for the last frame. The errors are
-        those of ``event_of`` and ``receive``.
-        """
-        while (event := event_of(self.receive())) is not None:
-            handlers[type(event)](event)
 
     def receive(self) -> Frame:
         """Wait for the client's next frame, without a time limit while the server owes an answer.

@@ -19,10 +19,14 @@ from split.protocol.training import (
 )
 from split.server.body_adapters import SeparateTrainer
 from split.server.compute import ComputeThread
-from split.server.schedules.client_batch import StackedTrainer
-from split.server.schedules.make_schedule import Schedule
+from split.server.schedules.client_batch import ClientBatch, StackedTrainer
+from split.server.schedules.hierarchical import Hierarchical
+from split.server.schedules.serial import Serial
 from split.server.session import Session
 from split.settings import SplitSettings
+
+# How clients share the body. All schedules have the same methods.
+Schedule = Serial | ClientBatch | Hierarchical
 
 
 class TrainingSession(Session):
@@ -70,7 +74,8 @@ class TrainingSession(Session):
         finished = False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._round.credits})
-            self.dispatch(self._round.receive, handlers)
+            while (event := self._round.receive(self.receive())) is not None:
+                handlers[type(event)](event)
             self._settle()
             if super().waits():
                 raise ProtocolError("the round ended before its last step was computed")

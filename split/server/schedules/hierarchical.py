@@ -13,6 +13,7 @@ from finetuning.adapters.adapter import State
 from finetuning.adapters.robust_aggregation import distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.training.optimization import OptimizerState
+from split.model.partition import PartyName
 from split.protocol.errors import ProtocolError
 from split.protocol.frames import check_size
 from split.protocol.training import RoundPlan
@@ -27,26 +28,25 @@ from split.settings import SplitSettings
 class Hierarchical:
     """Schedule with one set of adapters and one optimizer per client.
 
-    ``state`` contains the initial adapters of the body. Adapters that clients send must have the
-    names and shapes of those in ``client_adapters``. If adapters are averaged within rounds, a
-    round needs at least ``minimum`` clients.
+    ``state`` contains the initial adapters by party. Adapters that clients send must have the names
+    and shapes of those of the head and tail. If adapters are averaged within rounds, a round needs
+    at least ``minimum`` clients.
     """
 
     def __init__(
         self,
         make_adapters: Callable[[], BodyAdapters],
         compute: ComputeThread,
-        state: Mapping[str, torch.Tensor],
-        client_adapters: Mapping[str, torch.Tensor],
+        state: Mapping[PartyName, State],
         split: SplitSettings,
         minimum: int,
     ) -> None:
         self._make_adapters = make_adapters
         self._compute = compute
-        self._global = dict(state)
-        self._client_adapters = client_adapters
+        self._global = dict(state["body"])
+        self._client_adapters = state["head"] | state["tail"]
         # The last adapters that all clients had in common, with which new ones are compared.
-        self._common_body, self._common = self._global, dict(client_adapters)
+        self._common_body, self._common = self._global, self._client_adapters
         self._scaled: dict[str, float] = {}
         self._average_every = split.average_every
         self._adapters: dict[str, BodyAdapters] = {}

@@ -13,7 +13,6 @@ from split.protocol.evaluation import (
     ForwardPass,
     ModelChoice,
     Prompts,
-    TextsEnd,
 )
 from split.protocol.frames import Frame, Kind
 
@@ -72,7 +71,7 @@ def test_no_sequence_of_frames_exceeds_the_limits(steps):
             assert not in_flight
             prefix, cached, room = PREFIXES[event.model], 0, 0
             evaluation.choosing = False
-        elif isinstance(event, TextsEnd):
+        elif isinstance(event, Frame):
             assert room and not in_flight
             cached = room = 0
         elif isinstance(event, ForwardPass):
