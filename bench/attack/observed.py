@@ -85,4 +85,4 @@ def _frame(hidden: Tensor, wire: WireType) -> tuple[Frame, Limits]:
 
 def _seal(frame: Frame, limits: Limits, key: bytes) -> Iterator[bytes]:
     content = Outgoing(frame, limits).write()
-    return Sealer(key).seal(kind=frame.kind, step=0, micro_batch=0, acknowledged=0, content=content)
+    return Sealer(key).seal(frame, acknowledged=0, content=content)

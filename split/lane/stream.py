@@ -86,14 +86,7 @@ class Stream:
         started = time.perf_counter()
         content = outgoing.write()
         self._seconds_packing += time.perf_counter() - started
-        frame = outgoing.frame
-        for record in self._sealer.seal(
-            kind=frame.kind,
-            step=frame.step,
-            micro_batch=frame.micro_batch,
-            acknowledged=acknowledged,
-            content=content,
-        ):
+        for record in self._sealer.seal(outgoing.frame, acknowledged, content):
             self._sent += wire_bytes(record)
             yield record
 

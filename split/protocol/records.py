@@ -63,10 +63,8 @@ class Sealer:
         self._scratch = bytearray()  # buffer of the size of the largest record so far
         self.seconds = 0.0  # time spent on encryption
 
-    def seal(
-        self, kind: Kind, step: int, micro_batch: int, acknowledged: int, content: memoryview
-    ) -> Iterator[bytes]:
-        """Yield the records of a frame's payload in order.
+    def seal(self, frame: Frame, acknowledged: int, content: memoryview) -> Iterator[bytes]:
+        """Yield the records of a frame in order; ``content`` is its payload.
 
         Raise a LaneCutError if the key has reached its limit of bytes: the lane needs a new stream.
         """
@@ -78,9 +76,8 @@ class Sealer:
             started = time.perf_counter()
             piece = content[begin : begin + RECORD_BYTES]
             final = begin + len(piece) == total
-            header = RecordHeader(
-                kind, final, step, micro_batch, acknowledged, self._counter, total
-            ).pack()
+            where = frame.kind, final, frame.step, frame.micro_batch
+            header = RecordHeader(*where, acknowledged, self._counter, total).pack()
             size = HEADER_BYTES + len(piece) + TAG_BYTES
             if len(self._scratch) < size:
                 self._scratch = bytearray(size)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from split.lane.transport import METHOD, SERVICE, channel_options
-from split.protocol.frames import Kind, Value
+from split.protocol.frames import Frame, Kind, Value
 from split.protocol.handshake import ClientHandshake
 from split.protocol.keys import known_suite
 from split.protocol.records import MAX_RECORD_BYTES, Sealer
@@ -175,7 +175,7 @@ def _sealed(
     sealer: Sealer, kind: Kind, content: bytes, step: int = 0, acknowledged: int = 0
 ) -> bytes:
     """Seal a frame of one record, which by default acknowledges nothing."""
-    return b"".join(sealer.seal(kind, step, 0, acknowledged, memoryview(content)))
+    return b"".join(sealer.seal(Frame(kind, step), acknowledged, memoryview(content)))
 
 
 def _payload(tensors: dict[str, torch.Tensor], fields: Mapping[str, Value]) -> bytes:

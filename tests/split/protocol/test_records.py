@@ -24,7 +24,7 @@ LIMITS = Limits(64, "float32", 65536, average_bytes=8 * 2**20)
 
 def seal(sealer, frame, acknowledged=9):
     content = Outgoing(frame, LIMITS).write()
-    return list(sealer.seal(frame.kind, frame.step, frame.micro_batch, acknowledged, content))
+    return list(sealer.seal(frame, acknowledged, content))
 
 
 def step(value=1):

@@ -174,9 +174,7 @@ def seal(case: dict[str, Any], sent: Sequence[Sent]) -> list[dict[str, Any]]:
     for each in sent:
         frame = each.frame
         content = Outgoing(frame, limits).write()
-        (record,) = sealers[each.direction].seal(
-            frame.kind, frame.step, frame.micro_batch, each.acknowledged, content
-        )
+        (record,) = sealers[each.direction].seal(frame, each.acknowledged, content)
         frames.append(
             {
                 "direction": each.direction,
