@@ -53,7 +53,11 @@ class SilentStreams:
         ``end``, which ends the stream, is called on a timeout or if there are too many streams.
         """
         with self._lock:
-            displaced = self._displaced() if len(self._streams) >= self._most else None
+            displaced = None
+            if len(self._streams) >= self._most:
+                ((crowded, _),) = Counter(self._streams.values()).most_common(1)
+                displaced = next(key for key, its in self._streams.items() if its == crowded)
+                del self._streams[displaced]
             self._streams[end] = host
         if displaced is not None:
             displaced()
@@ -63,13 +67,6 @@ class SilentStreams:
         finally:
             with self._lock:
                 self._streams.pop(end, None)
-
-    def _displaced(self) -> Callable[[], object]:
-        """Remove the stream that must make way for a new one; return the function that ends it."""
-        ((crowded, _),) = Counter(self._streams.values()).most_common(1)
-        end = next(end for end, host in self._streams.items() if host == crowded)
-        del self._streams[end]
-        return end
 
 
 class AnsweredHandshakes:

@@ -19,17 +19,14 @@ class Lifetime:
         self.ended_at = math.inf  # time at which the lane ended, on ``time.monotonic``'s clock
         self._resume_timeout = resume_timeout  # seconds within which to replace a cut stream
         self._cut: LaneError = LaneCutError("no stream has been opened yet")
-        self._cut_at = time.monotonic()
+        # Time by which a cut stream must be replaced, on ``time.monotonic``'s clock.
+        self.resume_by = time.monotonic() + resume_timeout
         self._closing: threading.Timer | None = None
-
-    @property
-    def resume_by(self) -> float:
-        """Time by which a cut stream must be replaced, on ``time.monotonic``'s clock."""
-        return self._cut_at + self._resume_timeout
 
     def cut(self, error: LaneError) -> None:
         """Record that the current stream was cut."""
-        self._cut, self._cut_at = copy.copy(error), time.monotonic()
+        self._cut = copy.copy(error)
+        self.resume_by = time.monotonic() + self._resume_timeout
 
     def not_resumed(self) -> LaneError | None:
         """Return an error if a cut stream was not replaced in time, otherwise None."""

@@ -6,7 +6,7 @@ divided, shares are proportional to the free memory, and nothing is offloaded to
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -84,8 +84,8 @@ def hand_over(model: Any, devices: Mapping[str, str]) -> None:
     """
     for (path, device), (_, following) in pairwise(devices.items()):
         if device != following:
-            model.get_submodule(path).register_forward_hook(_sends_to(following))
 
+            def send(_: Any, given: Any, output: Any, device: str = following) -> Any:
+                return send_to_device(output, device)
 
-def _sends_to(device: str) -> Callable[[Any, Any, Any], Any]:
-    return lambda module, given, output: send_to_device(output, device)
+            model.get_submodule(path).register_forward_hook(send)

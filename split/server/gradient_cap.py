@@ -40,7 +40,7 @@ class GradientCap:
     def __init__(self, multiple: float) -> None:
         self._each, self._total = ShareCap(multiple), ShareCap(multiple)
         self._targets = ShareCap(multiple)
-        self._all = (self._each, self._total, self._targets)
+        self.caps = (self._each, self._total, self._targets)
 
     def factors(self, additions: Mapping[str, Addition]) -> dict[str, float]:
         """Return the factor that scales down each client's gradient; 1.0 within the caps."""
@@ -62,17 +62,3 @@ class GradientCap:
         """Return ``ShareCap.late_factor`` for the gradients and for the targets so far."""
         gradient = min(self._each.late_factor(), self._total.late_factor())
         return gradient, self._targets.late_factor()
-
-    def times_capped(self, client: str) -> int:
-        """Return the number of times that a value of the client was capped."""
-        return sum(cap.capped[client] for cap in self._all)
-
-    def end_step(self) -> None:
-        """Call ``ShareCap.end_step`` of all caps."""
-        for cap in self._all:
-            cap.end_step()
-
-    def remove(self, client: str) -> None:
-        """Call ``ShareCap.remove`` of all caps."""
-        for cap in self._all:
-            cap.remove(client)

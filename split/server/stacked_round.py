@@ -62,6 +62,7 @@ class StackedRound:
         # Used only by the compute thread.
         self._gradient_cap = GradientCap(split.share_cap)
         self._norm_cap = ShareCap(split.share_cap)
+        self._caps = (*self._gradient_cap.caps, self._norm_cap)
         self._counted = 0.0  # number of targets whose gradients are in the body's gradient
         self._held = 0  # number of padded tokens taken from the activation budget
 
@@ -270,7 +271,8 @@ class StackedRound:
         """Clip the gradients, answer all members, and take a step of the optimizer."""
         self._adapters.scale(1 / self._counted)
         self._counted = 0.0
-        self._gradient_cap.end_step()
+        for cap in self._gradient_cap.caps:
+            cap.end_step()
         reported = {member.client: square for member, square in squared_norms.items()}
         factors = self._norm_cap.factors(reported, dict.fromkeys(reported, 1))
         capped = {client: square * factors[client] ** 2 for client, square in reported.items()}
@@ -302,7 +304,7 @@ class StackedRound:
         self._name_if_capped(left)
         # Finished clients remain in the median for the others; clients that left early do not.
         if self._step < left.plan.steps:
-            for cap in (self._gradient_cap, self._norm_cap):
+            for cap in self._caps:
                 cap.remove(left.client)
         with self._lock:
             if self._members:
@@ -314,7 +316,7 @@ class StackedRound:
         self._adapters.zero_grad()
 
     def _name_if_capped(self, left: Member) -> None:
-        times = self._gradient_cap.times_capped(left.client) + self._norm_cap.capped[left.client]
+        times = sum(cap.capped[left.client] for cap in self._caps)
         left.session.account.capped = times
         if times:
             _log.warning(
