@@ -16,12 +16,12 @@ from finetuning.model.output_head import (
     target_log_probabilities,
     target_loss,
 )
-from finetuning.randomness import derive_seed, drawing_from, generator_lock
+from finetuning.randomness import derive_seed, drawing_from
 from finetuning.training.optimization import squared_norm
 from split.client.remote_body import RemoteBody
 from split.lane.lane import Lane
 from split.model.generation import Generation, hidden_of_candidates
-from split.model.part import Part
+from split.model.part import Part, propagate
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import RoundPlan
 
@@ -127,7 +127,7 @@ class SplitModel:
                 losses.append(loss)
                 self._body.send_gradient(index, gradient)
             else:
-                _backward_head(outputs.pop(index), received)
+                propagate(outputs.pop(index), received)
         return torch.stack(losses).tolist()
 
     @torch.no_grad()
@@ -218,12 +218,6 @@ class SplitModel:
         gradient = middle.grad
         assert gradient is not None  # every micro-batch has targets
         return loss, gradient
-
-
-def _backward_head(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    with generator_lock:
-        gradient = to_device(gradient, output.device, output.dtype)
-        output.backward(gradient)  # type: ignore[no-untyped-call]
 
 
 def _padding(batch: MicroBatch) -> Padding:

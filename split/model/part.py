@@ -13,6 +13,7 @@ from finetuning.devices import mixed_precision, to_device
 from finetuning.model.backbone_inputs import left_padding, without_cache
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.output_head import output_head
+from finetuning.randomness import generator_lock
 from finetuning.settings import AdapterSettings
 from split.model.partition import Partition, PartyName, blocks_of
 from split.protocol.frames import Padding
@@ -246,6 +247,13 @@ class Part:
         for path, parameter in self.model.named_parameters():
             if "lora_" in path:
                 parameter.requires_grad_(True)
+
+
+def propagate(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Propagate the gradient with respect to a part's output back through the part."""
+    with generator_lock:
+        gradient = to_device(gradient, output.device, output.dtype)
+        output.backward(gradient)  # type: ignore[no-untyped-call]
 
 
 def _device_of(model: Any) -> torch.device:

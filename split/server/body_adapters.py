@@ -8,7 +8,7 @@ import torch
 
 from finetuning.adapters.adapter import State, load_state
 from finetuning.devices import to_device
-from finetuning.randomness import derive_seed, drawing_from, generator_lock
+from finetuning.randomness import derive_seed, drawing_from
 from finetuning.settings import AdapterSettings, TrainSettings
 from finetuning.training.optimization import (
     OptimizerState,
@@ -18,7 +18,7 @@ from finetuning.training.optimization import (
     make_optimizer,
     squared_norm,
 )
-from split.model.part import Part
+from split.model.part import Part, propagate
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.compute import Priority
@@ -80,10 +80,7 @@ class BodyAdapters:
         if activations.output.requires_grad:
             self._body.use(self.name)
             self._body.train(True)
-            with generator_lock:
-                output = activations.output
-                gradient = to_device(gradient, output.device, output.dtype)
-                output.backward(gradient)  # type: ignore[no-untyped-call]
+            propagate(activations.output, gradient)
         return activations.hidden.grad
 
     def scale(self, factor: float) -> None:
