@@ -95,10 +95,17 @@ class RemoteBody:
         while due[last] < count:
             if len(shapes) < min(count, due[last] + self._credits):
                 shapes.append(forward(len(shapes)))
-            else:
-                frame = self._answer(due, len(shapes), last)
-                index = frame.micro_batch
-                yield frame.kind, index, _of_shape(frame, shapes[index])
+                continue
+            frame = self._receive(Kind.HIDDEN, also=last)
+            kind, index = frame.kind, frame.micro_batch
+            sent = len(shapes) if kind is Kind.HIDDEN else due[Kind.HIDDEN]
+            if not due[kind] == index < sent:  # the answers of each kind must arrive in order
+                raise LaneError(
+                    f"received {kind.name} of micro-batch {index}; expected micro-batch "
+                    f"{due[kind]} of the {sent} that were sent"
+                )
+            due[kind] += 1
+            yield kind, index, _of_shape(frame, shapes[index])
 
     def send_hidden(
         self,
@@ -173,18 +180,6 @@ class RemoteBody:
         if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
             raise LaneError(f"the server granted {credits!r} credits; expected at least 1")
         return min(credits, self._lane.limits.window)
-
-    def _answer(self, due: dict[Kind, int], begun: int, last: Kind) -> Frame:
-        """Wait for the next answer. The answers of each kind must arrive in order."""
-        frame = self._receive(Kind.HIDDEN, also=last)
-        sent = {Kind.HIDDEN: begun, Kind.GRADIENT: due[Kind.HIDDEN]}
-        if not due[frame.kind] == frame.micro_batch < sent[frame.kind]:
-            raise LaneError(
-                f"received {frame.kind.name} of micro-batch {frame.micro_batch}; expected "
-                f"micro-batch {due[frame.kind]} of the {sent[frame.kind]} that were sent"
-            )
-        due[frame.kind] += 1
-        return frame
 
     def _receive(
         self,

@@ -78,14 +78,13 @@ def open_lane(
     )
     dialler = _Dialler(lane, invitation, deadline, retry_seconds)
     connection = dialler.dial(patience, deadline if busy_until is None else busy_until)
-    keeper = threading.Thread(
+    _attach(lane, connection)
+    threading.Thread(
         target=dialler.keep_open,
         args=(connection, resume_timeout),
         name=f"lane {invitation.identity.node}",
         daemon=True,
-    )
-    _attach(lane, connection)
-    keeper.start()
+    ).start()
     return lane
 
 

@@ -126,13 +126,12 @@ class LaneServer:
             if error.refusal is Refusal.BUSY:
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
             context.abort(code, refusal_details(error.refusal))
-        reader = threading.Thread(
+        threading.Thread(
             target=lane.read,
             args=(stream, requests),
             name=f"read {lane.identity.node}",
             daemon=True,
-        )
-        reader.start()
+        ).start()
         yield from lane.messages(stream)
 
     def _shake_hands(

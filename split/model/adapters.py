@@ -36,7 +36,14 @@ def join_adapters(parts: Iterable[Mapping[str, torch.Tensor]]) -> State:
                 "were not created with the same settings"
             )
         joined |= part
-    return dict(sorted(_with_one_prefix(joined).items()))
+    # Concatenate the prefixes of blocks into one tensor, the format in which PEFT saves them.
+    prefixes = {int(m[1]): joined.pop(m[0]) for name in [*joined] if (m := _PREFIX.fullmatch(name))}
+    if prefixes:
+        missing = set(range(max(prefixes))) - prefixes.keys()
+        if missing:
+            raise ValueError(f"no part has the prefix of block {min(missing)}")
+        joined[SAVED] = torch.cat([prefixes[block] for block in sorted(prefixes)], dim=1)
+    return dict(sorted(joined.items()))
 
 
 def take_apart(state: Mapping[str, torch.Tensor], partition: Partition) -> dict[PartyName, State]:
@@ -74,18 +81,6 @@ def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | N
         name: tensor_digest(value.dtype, value.shape, [value]) for name, value in state.items()
     }
     return hashlib.sha256(json.dumps([facts, digests], sort_keys=True).encode()).hexdigest()
-
-
-def _with_one_prefix(state: State) -> State:
-    """Concatenate the prefixes of blocks into one tensor, the format in which PEFT saves them."""
-    prefixes = {int(m[1]): state[m[0]] for name in state if (m := _PREFIX.fullmatch(name))}
-    if not prefixes:
-        return state
-    missing = set(range(max(prefixes))) - prefixes.keys()
-    if missing:
-        raise ValueError(f"no part has the prefix of block {min(missing)}")
-    others = {name: tensor for name, tensor in state.items() if not _PREFIX.fullmatch(name)}
-    return {**others, SAVED: torch.cat([prefixes[block] for block in sorted(prefixes)], dim=1)}
 
 
 def _party_of(name: str, partition: Partition) -> PartyName:

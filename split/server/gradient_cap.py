@@ -38,9 +38,8 @@ class GradientCap:
     """
 
     def __init__(self, multiple: float) -> None:
-        self._each, self._total = ShareCap(multiple), ShareCap(multiple)
-        self._targets = ShareCap(multiple)
-        self.caps = (self._each, self._total, self._targets)
+        self.caps = [ShareCap(multiple) for _ in range(3)]
+        self._each, self._total, self._targets = self.caps
 
     def factors(self, additions: Mapping[str, Addition]) -> dict[str, float]:
         """Return the factor that scales down each client's gradient; 1.0 within the caps."""

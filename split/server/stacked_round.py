@@ -301,7 +301,15 @@ class StackedRound:
 
     def _clean(self, left: Member) -> None:
         """Clean up after a member has left; after the last one, discard the unfinished step."""
-        self._name_if_capped(left)
+        times = sum(cap.capped[left.client] for cap in self._caps)
+        left.session.account.capped = times
+        if times:
+            _log.warning(
+                "%s was capped %d times, at split.share-cap = %g times other clients' median",
+                printable(left.client),
+                times,
+                self._split.share_cap,
+            )
         # Finished clients remain in the median for the others; clients that left early do not.
         if self._step < left.plan.steps:
             for cap in self._caps:
@@ -314,14 +322,3 @@ class StackedRound:
         self._compute.release(self._held)
         self._held, self._counted = 0, 0.0
         self._adapters.zero_grad()
-
-    def _name_if_capped(self, left: Member) -> None:
-        times = sum(cap.capped[left.client] for cap in self._caps)
-        left.session.account.capped = times
-        if times:
-            _log.warning(
-                "%s was capped %d times, at split.share-cap = %g times other clients' median",
-                printable(left.client),
-                times,
-                self._split.share_cap,
-            )
