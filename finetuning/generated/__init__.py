@@ -6,12 +6,11 @@ consultancy that answers laypeople, and a law school that reasons step by step. 
 towns, offences and sums occur in all texts. A model can be pre-trained on the `background` texts.
 """
 
-from random import Random
 from typing import get_args
 
 from finetuning.generated import background as background_text
 from finetuning.generated import consultation, court, reasoning
-from finetuning.generated.vocabulary import Split
+from finetuning.generated.vocabulary import Draw, Split
 
 _WRITERS = {
     "court": court.example,
@@ -36,7 +35,7 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
         raise ValueError(f"unknown style {style!r}, expected one of {', '.join(STYLES)}")
     if split not in get_args(Split):
         raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(Split))}")
-    draw = Random(f"{style} {split} {seed}")
+    draw = Draw(f"{style} {split} {seed}")
     rows: dict[str, dict[str, str]] = {}
     repeated = 0
     while len(rows) < count:
@@ -54,7 +53,7 @@ def background(count: int, seed: int) -> list[str]:
     The passages depend only on the arguments. They use the vocabulary of the styles but not the
     styles' phrases, so that a model learns the language but not the styles.
     """
-    draw = Random(f"background {seed}")
+    draw = Draw(f"background {seed}")
     passages: dict[str, None] = {}
     while len(passages) < count:
         passages.setdefault(background_text.passage(draw))

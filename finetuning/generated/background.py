@@ -5,28 +5,17 @@ learns these names and English word order. Records that are followed by question
 to look up an answer in the preceding text.
 """
 
-from random import Random
-
-from finetuning.generated.vocabulary import (
-    OFFENCES,
-    WORDS,
-    capitalised,
-    date,
-    full_name,
-    money,
-    read_texts,
-    some_sum,
-)
+from finetuning.generated.vocabulary import OFFENCES, WORDS, Draw, capitalised, money, read_texts
 
 _TEXTS = read_texts("background")
 
 
-def passage(draw: Random) -> str:
+def passage(draw: Draw) -> str:
     """Return one passage of about 60 to 200 words."""
     return draw.choice((_prose, _prose, _register))(draw)
 
 
-def _prose(draw: Random) -> str:
+def _prose(draw: Draw) -> str:
     """Return a passage of statements on two subjects."""
     words = _some_words(draw)
     subjects = draw.sample(list(_TEXTS["sentences"].values()), 2)
@@ -35,13 +24,13 @@ def _prose(draw: Random) -> str:
     return " ".join(_filled(frame, words, draw) for frame in (*first, *second))
 
 
-def _register(draw: Random) -> str:
+def _register(draw: Draw) -> str:
     """Return three short records, each with questions that the record answers."""
     entries = []
     for _ in range(3):
         words = _some_words(draw)
-        words["sum"] = money(some_sum(draw, 200, 9_000))
-        words["date"] = date(draw, draw.randint(1990, 2021))
+        words["sum"] = money(draw.some_sum(200, 9_000))
+        words["date"] = draw.date(draw.randint(1990, 2021))
         texts = draw.choice(_TEXTS["registers"])
         entries.append(draw.choice(texts["records"]).format(**words))
         for question, answer in draw.sample(texts["questions"], draw.randint(2, 3)):
@@ -50,14 +39,14 @@ def _register(draw: Random) -> str:
     return " ".join(entries)
 
 
-def _some_words(draw: Random) -> dict[str, str]:
+def _some_words(draw: Draw) -> dict[str, str]:
     choice = draw.choice
     words = {}
     for key in ("town", "trade", "workplace"):
         words[key], words[f"other_{key}"] = draw.sample(WORDS[f"{key}s"], 2)
     offence, other_offence = draw.sample(OFFENCES, 2)
     for prefix in ("", "other_"):
-        name = full_name(draw)
+        name = draw.full_name()
         words |= {f"{prefix}name": name, f"{prefix}surname": name.split()[1]}
     return words | {
         "offence": offence.name,
@@ -67,11 +56,11 @@ def _some_words(draw: Random) -> dict[str, str]:
         "article": str(offence.article),
         "other_offence": other_offence.name,
         "other_article": str(other_offence.article),
-        "goods": choice(WORDS["goods"]),
-        "household": choice(WORDS["household"]),
-        "vehicle": choice(WORDS["vehicles"]),
-        "friend": choice(WORDS["friends"]),
-        "Weekday": choice(WORDS["weekdays"]),
+        "goods": draw.word("goods"),
+        "household": draw.word("household"),
+        "vehicle": draw.word("vehicles"),
+        "friend": draw.word("friends"),
+        "Weekday": draw.word("weekdays"),
         "number": choice(WORDS["numbers"][2:]),
         "birth_year": str(draw.randint(1940, 1975)),
         "distance": str(draw.randint(5, 90)),
@@ -79,13 +68,13 @@ def _some_words(draw: Random) -> dict[str, str]:
     }
 
 
-def _filled(frame: str, words: dict[str, str], draw: Random) -> str:
+def _filled(frame: str, words: dict[str, str], draw: Draw) -> str:
     """Fill in a sentence template with the words, and with newly drawn sums and dates."""
     year = draw.randint(1990, 2021)
     return frame.format(
         **words,
         year=year,
-        price=money(some_sum(draw, 200, 4_000)),
-        sum=money(some_sum(draw, 200, draw.choice((3_000, 9_000, 60_000)))),
-        date=date(draw, year),
+        price=money(draw.some_sum(200, 4_000)),
+        sum=money(draw.some_sum(200, draw.choice((3_000, 9_000, 60_000)))),
+        date=draw.date(year),
     )

@@ -4,17 +4,9 @@ Modelled on figure 1(b) of the FedJudge paper: an everyday problem in colloquial
 advice that repeats the subject and the sum or duration, and says where to get help.
 """
 
-from random import Random
 from typing import Any
 
-from finetuning.generated.vocabulary import (
-    WORDS,
-    Split,
-    capitalised,
-    facts_in_split,
-    money,
-    read_texts,
-)
+from finetuning.generated.vocabulary import WORDS, Draw, Split, capitalised, money, read_texts
 
 # Possible extents of a matter, and whether each is too large for the help desk.
 _EXTENTS = {
@@ -33,15 +25,15 @@ for _matter in MATTERS.values():
         _matter["things"] = WORDS[_matter["things"]]
 
 
-def example(draw: Random, split: Split) -> dict[str, str]:
+def example(draw: Draw, split: Split) -> dict[str, str]:
     """Return one row; no combination of matter, thing and extent occurs in both splits."""
     choice = draw.choice
     name = choice(tuple(MATTERS))
     matter = MATTERS[name]
-    thing, extent = facts_in_split(
-        draw, split, "consultation " + name, matter["things"], tuple(matter["extents"])
+    thing, extent = draw.facts_in_split(
+        split, "consultation " + name, matter["things"], tuple(matter["extents"])
     )
-    words = {"thing": thing, "extent": extent, "town": choice(WORDS["towns"])}
+    words = {"thing": thing, "extent": extent, "town": draw.word("towns")}
     question = choice(_TEXTS["greetings"]) + choice(matter["questions"]) + choice(_TEXTS["pleas"])
     if draw.random() < 0.5:
         question = capitalised(question)

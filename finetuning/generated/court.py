@@ -5,20 +5,9 @@ output that begins with "This court holds that". The offence, the circumstances 
 determine the articles cited, the sentence and the fine, by the fixed rules in `_sentence`.
 """
 
-from random import Random
 from typing import Any, NamedTuple
 
-from finetuning.generated.vocabulary import (
-    OFFENCES,
-    WORDS,
-    Split,
-    date,
-    facts_in_split,
-    full_name,
-    money,
-    read_texts,
-    some_sum,
-)
+from finetuning.generated.vocabulary import OFFENCES, WORDS, Draw, Split, money, read_texts
 
 
 class Circumstance(NamedTuple):
@@ -42,12 +31,12 @@ _CIRCUMSTANCES = {
 _OFFENCES = {offence.name: offence for offence in OFFENCES}
 
 
-def example(draw: Random, split: Split) -> dict[str, str]:
+def example(draw: Draw, split: Split) -> dict[str, str]:
     """Return one row; no combination of surname and offence occurs in both splits."""
     choice = draw.choice
-    crime, surname = facts_in_split(draw, split, "court", tuple(_OFFENCES), WORDS["surnames"])
+    crime, surname = draw.facts_in_split(split, "court", tuple(_OFFENCES), WORDS["surnames"])
     offence = _OFFENCES[crime]
-    dollars = some_sum(draw, 500, choice((3_000, 10_000, 30_000, 60_000)))
+    dollars = draw.some_sum(500, choice((3_000, 10_000, 30_000, 60_000)))
     year = draw.randint(2010, 2020)
     circumstances = [
         _CIRCUMSTANCES[name]
@@ -58,13 +47,13 @@ def example(draw: Random, split: Split) -> dict[str, str]:
     term, fine = _sentence(dollars, circumstances)
     articles = [offence.article, *sorted(each.article for each in circumstances)]
     words = {
-        "name": f"{choice(WORDS['first_names'])} {surname}",
-        **{person: full_name(draw) for person in ("victim", "witness", "leader", "counsel")},
-        **{key: choice(WORDS[f"{key}s"]) for key in ("town", "trade", "workplace")},
-        "goods": choice(WORDS["goods"]),
+        "name": f"{draw.word('first_names')} {surname}",
+        **{person: draw.full_name() for person in ("victim", "witness", "leader", "counsel")},
+        **{key: draw.word(f"{key}s") for key in ("town", "trade", "workplace")},
+        "goods": draw.word("goods"),
         "sum": money(dollars),
-        "date": date(draw, year),
-        "later": date(draw, year + 1),
+        "date": draw.date(year),
+        "later": draw.date(year + 1),
         "past_year": str(year - draw.randint(2, 8)),
         "offence": offence.name,
         "other_offence": choice(OFFENCES).name,
@@ -111,7 +100,7 @@ def _joined(parts: list[str]) -> str:
     return " and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), parts[-1]])
 
 
-def _weighing(circumstances: list[Circumstance], draw: Random) -> str:
+def _weighing(circumstances: list[Circumstance], draw: Draw) -> str:
     """Return the part of the court view that weighs the circumstances."""
     total = sum(circumstance.steps for circumstance in circumstances)
     effects = _TEXTS["neither" if total == 0 else "milder" if total < 0 else "harsher"]

@@ -6,9 +6,8 @@ can learn the Articles of other institutions only from joint training.
 """
 
 from collections.abc import Sequence
-from random import Random
 
-from finetuning.generated.vocabulary import WORDS, Split, facts_in_split, read_texts
+from finetuning.generated.vocabulary import WORDS, Draw, Split, read_texts
 
 _TEXTS = read_texts("matters")
 MATTERS: tuple[str, ...] = tuple(_TEXTS["matters"])
@@ -21,7 +20,7 @@ def divide(institutions: int, seed: int) -> list[list[str]]:
     """
     if institutions > len(MATTERS):
         raise ValueError(f"{len(MATTERS)} matters can't be divided among {institutions} clients")
-    shuffled = Random(f"matters {seed}").sample(MATTERS, len(MATTERS))
+    shuffled = Draw(f"matters {seed}").sample(MATTERS, len(MATTERS))
     return [shuffled[number::institutions] for number in range(institutions)]
 
 
@@ -30,13 +29,13 @@ def questions(matters: Sequence[str], count: int, seed: int, split: Split) -> li
 
     No combination of surname and matter occurs in both splits.
     """
-    draw = Random(f"questions {split} {seed}")
+    draw = Draw(f"questions {split} {seed}")
     answers: dict[str, str] = {}
     while len(answers) < count:
         matter = matters[len(answers) % len(matters)]
         case = _TEXTS["matters"][matter]
-        _, surname = facts_in_split(draw, split, "matters", (matter,), WORDS["surnames"])
-        name, town = f"{draw.choice(WORDS['first_names'])} {surname}", draw.choice(WORDS["towns"])
+        _, surname = draw.facts_in_split(split, "matters", (matter,), WORDS["surnames"])
+        name, town = f"{draw.word('first_names')} {surname}", draw.word("towns")
         question = draw.choice(case["questions"]).format(name=name, town=town)
         answers.setdefault(question, _TEXTS["answer"].format(**case))
     return [{"instruction": "", "input": q, "output": answer} for q, answer in answers.items()]

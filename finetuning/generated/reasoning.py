@@ -5,26 +5,16 @@ has one rule of the Code of the Province, and the amounts, dates or ages in the 
 answer. The functions named after the matters draw these values for the sentences of reasoning.toml.
 """
 
-from random import Random
-
-from finetuning.generated.vocabulary import (
-    OFFENCES,
-    WORDS,
-    Split,
-    facts_in_split,
-    full_name,
-    read_texts,
-    some_sum,
-)
+from finetuning.generated.vocabulary import OFFENCES, WORDS, Draw, Split, read_texts
 
 _TEXTS = read_texts("reasoning")
 
 
-def example(draw: Random, split: Split) -> dict[str, str]:
+def example(draw: Draw, split: Split) -> dict[str, str]:
     """Return one row; no combination of surname and matter occurs in both splits."""
     choice = draw.choice
-    matter, surname = facts_in_split(draw, split, "reasoning", tuple(MATTERS), WORDS["surnames"])
-    values: dict[str, object] = {"name": f"{choice(WORDS['first_names'])} {surname}"}
+    matter, surname = draw.facts_in_split(split, "reasoning", tuple(MATTERS), WORDS["surnames"])
+    values: dict[str, object] = {"name": f"{draw.word('first_names')} {surname}"}
     values |= MATTERS[matter](draw)
     values["is"] = "is" if values.pop("holds", None) else "is not"
     case = _TEXTS["matters"][matter]
@@ -43,75 +33,75 @@ def example(draw: Random, split: Split) -> dict[str, str]:
     }
 
 
-def theft(draw: Random) -> dict[str, object]:
+def theft(draw: Draw) -> dict[str, object]:
     """Ask whether a theft is serious, that is, whether the value is above a fixed sum."""
-    goods, town = draw.choice(WORDS["durable_goods"]), draw.choice(WORDS["towns"])
-    value = some_sum(draw, 500, 6_000)
+    goods, town = draw.word("durable_goods"), draw.word("towns")
+    value = draw.some_sum(500, 6_000)
     return {"goods": goods, "town": town, "value": value, "holds": value > 3_000}
 
 
-def limitation(draw: Random) -> dict[str, object]:
+def limitation(draw: Draw) -> dict[str, object]:
     """Ask whether a claim is time-barred some years after it fell due."""
-    lender, owed = full_name(draw), some_sum(draw, 500, 9_000)
+    lender, owed = draw.full_name(), draw.some_sum(500, 9_000)
     due, passed = draw.randint(2008, 2015), draw.randint(2, 7)
     years = {"due": due, "passed": passed, "sued": due + passed}
     return {"lender": lender, "owed": owed, **years, "holds": passed > 3}
 
 
-def deposit(draw: Random) -> dict[str, object]:
+def deposit(draw: Draw) -> dict[str, object]:
     """Ask how much of a deposit is due; it grows by a tenth if it is returned late."""
-    town, days = draw.choice(WORDS["towns"]), draw.randint(10, 60)
-    paid = some_sum(draw, 300, 3_000)
+    town, days = draw.word("towns"), draw.randint(10, 60)
+    paid = draw.some_sum(300, 3_000)
     owed = paid + paid // 10 if days > 30 else paid
     return {"town": town, "days": days, "paid": paid, "owed": owed, "holds": days > 30}
 
 
-def notice(draw: Random) -> dict[str, object]:
+def notice(draw: Draw) -> dict[str, object]:
     """Ask for the pay due if the notice of dismissal was too short."""
-    workplace = draw.choice(WORDS["workplaces"])
+    workplace = draw.word("workplaces")
     given, wage = draw.randrange(5, 30), draw.randrange(40, 140, 10)
     pay = {"wage": wage, "missing": 30 - given, "owed": (30 - given) * wage}
     return {"workplace": workplace, "given": given, **pay}
 
 
-def warranty(draw: Random) -> dict[str, object]:
+def warranty(draw: Draw) -> dict[str, object]:
     """Ask whether a defect appeared within the warranty period."""
-    goods, town = draw.choice(WORDS["durable_goods"]), draw.choice(WORDS["towns"])
-    months, price = draw.randint(3, 40), some_sum(draw, 200, 4_000)
+    goods, town = draw.word("durable_goods"), draw.word("towns")
+    months, price = draw.randint(3, 40), draw.some_sum(200, 4_000)
     return {"goods": goods, "town": town, "months": months, "price": price, "holds": months <= 24}
 
 
-def interest(draw: Random) -> dict[str, object]:
+def interest(draw: Draw) -> dict[str, object]:
     """Ask for the interest on a loan; interest is valid only up to a maximum rate."""
-    borrower, lent = full_name(draw), some_sum(draw, 1_000, 9_000)
+    borrower, lent = draw.full_name(), draw.some_sum(1_000, 9_000)
     rate = draw.randint(6, 24)
     valid = {"valid": min(rate, 12), "owed": lent * min(rate, 12) // 100}
     return {"borrower": borrower, "lent": lent, "rate": rate, **valid, "holds": rate <= 12}
 
 
-def drunk_driving(draw: Random) -> dict[str, object]:
+def drunk_driving(draw: Draw) -> dict[str, object]:
     """Ask whether a measured level of alcohol constitutes drunk driving."""
-    town, trade = draw.choice(WORDS["towns"]), draw.choice(WORDS["trades"])
+    town, trade = draw.word("towns"), draw.word("trades")
     level = draw.randint(40, 140)
     return {"town": town, "trade": trade, "level": level, "holds": level > 80}
 
 
-def estate(draw: Random) -> dict[str, object]:
+def estate(draw: Draw) -> dict[str, object]:
     """Ask for the shares of a spouse and of each child in an estate."""
-    town, share = draw.choice(WORDS["towns"]), some_sum(draw, 1_000, 9_000)
+    town, share = draw.word("towns"), draw.some_sum(1_000, 9_000)
     heirs = draw.randint(3, 8)
     numbers = {"children": WORDS["numbers"][heirs - 1], "heirs": WORDS["numbers"][heirs]}
     return {"town": town, "share": share, "total": share * heirs, **numbers}
 
 
-def shared_fault(draw: Random) -> dict[str, object]:
+def shared_fault(draw: Draw) -> dict[str, object]:
     """Ask for the share of a loss that corresponds to a share of the fault."""
-    other, fault = full_name(draw), draw.randrange(10, 100, 10)
-    loss = some_sum(draw, 500, 9_000)
+    other, fault = draw.full_name(), draw.randrange(10, 100, 10)
+    loss = draw.some_sum(500, 9_000)
     return {"other": other, "fault": fault, "loss": loss, "owed": loss * fault // 100}
 
 
-def repeat_offender(draw: Random) -> dict[str, object]:
+def repeat_offender(draw: Draw) -> dict[str, object]:
     """Ask whether the time since the last offence makes the defendant a repeat offender."""
     earlier, later = draw.sample([offence.name for offence in OFFENCES], 2)
     end, passed = draw.randint(2005, 2012), draw.randint(2, 9)
@@ -119,18 +109,18 @@ def repeat_offender(draw: Random) -> dict[str, object]:
     return {"earlier": earlier, "later": later, **years, "holds": passed <= 5}
 
 
-def appeal(draw: Random) -> dict[str, object]:
+def appeal(draw: Draw) -> dict[str, object]:
     """Ask whether an appeal was filed in time."""
     day, taken = draw.randint(1, 6), draw.randint(5, 22)
-    month, offence = draw.choice(WORDS["months"]), draw.choice(OFFENCES).name
+    month, offence = draw.word("months"), draw.choice(OFFENCES).name
     days = {"served": f"{day} {month}", "filed": f"{day + taken} {month}", "taken": taken}
     return {"offence": offence, **days, "holds": taken <= 15}
 
 
-def majority(draw: Random) -> dict[str, object]:
+def majority(draw: Draw) -> dict[str, object]:
     """Ask whether a contract is valid without a parent's consent."""
-    goods, town = draw.choice(WORDS["durable_goods"]), draw.choice(WORDS["towns"])
-    age, price = draw.randint(14, 24), some_sum(draw, 200, 4_000)
+    goods, town = draw.word("durable_goods"), draw.word("towns")
+    age, price = draw.randint(14, 24), draw.some_sum(200, 4_000)
     valid = {"meets": "meets" if age >= 18 else "does not meet", "holds": age >= 18}
     return {"goods": goods, "town": town, "age": age, "price": price, **valid}
 

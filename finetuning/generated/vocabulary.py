@@ -38,37 +38,39 @@ def money(dollars: int) -> str:
     return f"${dollars:,}"
 
 
-def some_sum(draw: Random, lowest: int, highest: int) -> int:
-    """Draw a sum from `lowest` to `highest` dollars, both included, in whole hundreds."""
-    return draw.randint(lowest // 100, highest // 100) * 100
-
-
-def full_name(draw: Random) -> str:
-    """Draw a full name, such as "Nora Farrow"."""
-    return f"{draw.choice(WORDS['first_names'])} {draw.choice(WORDS['surnames'])}"
-
-
-def date(draw: Random, year: int) -> str:
-    """Draw a date in `year`, such as "3 March 2015"."""
-    return f"{draw.randint(1, 28)} {draw.choice(WORDS['months'])} {year}"
-
-
 def capitalised(sentence: str) -> str:
     """Return the sentence with a capital first letter and the rest unchanged."""
     return sentence[:1].upper() + sentence[1:]
 
 
-def facts_in_split(
-    draw: Random, split: Split, style: str, *lists: Sequence[str]
-) -> tuple[str, ...]:
-    """Draw one item from each list, such that the combination belongs to `split`.
+class Draw(Random):
+    """Draws random words; the draws depend only on the seed, not on the machine."""
 
-    Both splits use the same words in different combinations: the training examples can contain
-    every word of a held-out example, but never its combination of words.
-    """
-    while True:
-        facts = tuple(draw.choice(items) for items in lists)
-        digest = hashlib.sha256("\n".join((style, *facts)).encode()).digest()
-        # A fixed fifth of all combinations is held out.
-        if split == ("test" if int.from_bytes(digest[:4], "big") % 5 == 0 else "train"):
-            return facts
+    def some_sum(self, lowest: int, highest: int) -> int:
+        """Draw a sum from `lowest` to `highest` dollars, both included, in whole hundreds."""
+        return self.randint(lowest // 100, highest // 100) * 100
+
+    def word(self, kind: str) -> str:
+        """Draw a word from one of the lists in `WORDS`."""
+        return str(self.choice(WORDS[kind]))
+
+    def full_name(self) -> str:
+        """Draw a full name, such as "Nora Farrow"."""
+        return f"{self.word('first_names')} {self.word('surnames')}"
+
+    def date(self, year: int) -> str:
+        """Draw a date in `year`, such as "3 March 2015"."""
+        return f"{self.randint(1, 28)} {self.word('months')} {year}"
+
+    def facts_in_split(self, split: Split, style: str, *lists: Sequence[str]) -> tuple[str, ...]:
+        """Draw one item from each list, such that the combination belongs to `split`.
+
+        Both splits use the same words in different combinations: the training examples can contain
+        every word of a held-out example, but never its combination of words.
+        """
+        while True:
+            facts = tuple(self.choice(items) for items in lists)
+            digest = hashlib.sha256("\n".join((style, *facts)).encode()).digest()
+            # A fixed fifth of all combinations is held out.
+            if split == ("test" if int.from_bytes(digest[:4], "big") % 5 == 0 else "train"):
+                return facts
