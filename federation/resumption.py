@@ -5,13 +5,12 @@ from pathlib import Path
 
 from federation.run_config import ConfigError, RunConfig
 
-# Keys, besides ``evaluate.*``, that may change when a run is resumed: they don't affect training.
-# (A different device rounds differently and draws different dropout masks, but a run may move to
-# another machine. Time limits, like network failures, only affect which clients take part.)
+# Keys, besides ``evaluate.*`` and ``*-timeout``, that may change when a run is resumed: they don't
+# affect training. (A different device rounds differently and draws different dropout masks, but a
+# run may move to another machine. Time limits, like network failures, only affect which clients
+# take part.)
 _MAY_CHANGE = {
     "min-nodes",
-    "node-timeout",
-    "round-timeout",
     "output-dir",
     "state-path",
     "resume",
@@ -23,10 +22,6 @@ _MAY_CHANGE = {
     "split.advertise",
     "split.key-exchange",
     "split.rotate-keys-every",
-    "split.gather-timeout",
-    "split.join-timeout",
-    "split.resume-timeout",
-    "split.frame-timeout",
 }
 FOLDER = "checkpoints"
 
@@ -62,7 +57,8 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
     changed = [
         f"{key} was {before[key]!r} and is {value!r}"
         for key, value in config.flat().items()
-        if key not in may_change and not key.startswith("evaluate.") and before[key] != value
+        if before[key] != value
+        and not (key in may_change or key.startswith("evaluate.") or key.endswith("-timeout"))
     ]
     if changed:
         raise ConfigError(

@@ -156,25 +156,17 @@ class RunConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _can_have_prefixes(self) -> "RunConfig":
+    def _is_consistent(self) -> "RunConfig":
         if self.adapter.kind == "prefix" and self.model.gradient_checkpointing:
             raise ValueError(
                 'adapter.kind = "prefix" can\'t be used with model.gradient-checkpointing = true: '
                 "recomputed blocks can't use a prefix; lower train.batch-size or data.max-length"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _pools_for_one_client(self) -> "RunConfig":
         if self.data.pool and self.min_nodes > 1:
             raise ValueError(
                 f'data.pool = "{self.data.pool}" combines clients into a single one, but min-nodes '
                 f"is {self.min_nodes}; set min-nodes to 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_its_proximal_term(self) -> "RunConfig":
         mu = self.fedprox.mu
         if self.strategy == "fedprox" and mu == 0:
             raise ValueError(
