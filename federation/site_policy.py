@@ -12,8 +12,6 @@ from typing import Annotated, Any, Self
 import platformdirs
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -23,7 +21,7 @@ from pydantic import (
 
 from federation.run_config import StrategyName
 from finetuning.errors import UserError
-from finetuning.settings import kebab_case
+from finetuning.settings import Section
 
 
 class PolicyError(UserError, ValueError):
@@ -40,12 +38,8 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
 
-class _Table(BaseModel):
+class _Table(Section, strict=True, populate_by_name=False):
     """A table of the policy: immutable, with no unknown keys and no type conversion."""
-
-    model_config = ConfigDict(
-        alias_generator=kebab_case, extra="forbid", frozen=True, strict=True, allow_inf_nan=False
-    )
 
 
 class SplitPolicy(_Table):
