@@ -70,17 +70,14 @@ class _BoundedClient:
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
         """Fetch the reply's metadata, and drop messages that aren't replies to the request."""
         response: PullAppMessagesResponse = self._client.PullMessages(request)
-        found = [
-            (message, tree)
-            for message, tree in zip(
-                response.messages_list, response.message_object_trees, strict=True
-            )
-            if message.metadata.reply_to_message_id in request.message_ids
-        ]
-        return PullAppMessagesResponse(
-            messages_list=[message for message, _ in found],
-            message_object_trees=[tree for _, tree in found],
-        )
+        kept = PullAppMessagesResponse()
+        for message, tree in zip(
+            response.messages_list, response.message_object_trees, strict=True
+        ):
+            if message.metadata.reply_to_message_id in request.message_ids:
+                kept.messages_list.append(message)
+                kept.message_object_trees.append(tree)
+        return kept
 
     def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
         """Fetch an object; Flower calls this from several threads."""

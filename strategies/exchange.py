@@ -164,35 +164,28 @@ def _pull(grid: Grid, identifier: str, request: _Request) -> list[Message]:
 
 
 def _from_client(reply: Message, request: _Request) -> Message:
-    """Check the sender of a reply; attribute an error from the SuperLink to the addressed client.
+    """Authenticate a reply; attribute an error from the SuperLink to the addressed client.
 
     The SuperLink authenticates the SuperNode that delivers a reply, but not the sender that the
     reply names.
     """
     asked = request.metadata
-    if reply.metadata.src_node_id == asked.dst_node_id:
-        return _authentic(reply, request)
-    if not reply.has_error():
-        return _failed(asked, "its reply names a different sender")
-    code, reason = reply.error.code, reply.error.reason
-    if code == ErrorCode.NODE_UNAVAILABLE:
-        reason = "its SuperNode is no longer connected"
-    return _failed(asked, reason or "", code)
-
-
-def _authentic(reply: Message, request: _Request) -> Message:
-    """Return the reply, or an error if the reply must be authenticated but isn't."""
+    is_sender = reply.metadata.src_node_id == asked.dst_node_id
     if reply.has_error():
-        return reply
+        code, reason = reply.error.code, reply.error.reason
+        if code == ErrorCode.NODE_UNAVAILABLE:
+            reason = "its SuperNode is no longer connected"
+        return reply if is_sender else _failed(asked, reason or "", code)
+    if not is_sender:
+        return _failed(asked, "its reply names a different sender")
     check_size(reply, request.max_bytes)
-    if request.statement is None:
-        return reply
-    try:
-        open_reply(reply, request.statement)
-    except AuthenticationError as error:
-        problem = problem_of(reply)
-        claim = f"; it says: {problem}" if problem else ""
-        return _failed(request.metadata, f"its reply is refused: {error}{claim}")
+    if request.statement is not None:
+        try:
+            open_reply(reply, request.statement)
+        except AuthenticationError as error:
+            problem = problem_of(reply)
+            claim = f"; it says: {problem}" if problem else ""
+            return _failed(asked, f"its reply is refused: {error}{claim}")
     return reply
 
 

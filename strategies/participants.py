@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from random import Random
 
-from flwr.app import ArrayRecord, Message, MessageType, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -27,7 +27,7 @@ from finetuning.model.fingerprint import digest
 from finetuning.randomness import derive_seed
 from split.protocol.errors import printable
 from strategies.exchange import exchange, turns
-from strategies.refusals import agreed, reason_to_refuse, reason_to_refuse_registration
+from strategies.refusals import agreed, reason_to_refuse_registration
 
 _POLL_SECONDS = 1.0
 # Maximum number of queries to a silent SuperNode; each query delays a round by node-timeout.
@@ -216,21 +216,6 @@ class Participants:
         drawn = sorted(connected, key=lambda p: derive_seed("sample", seed, draw, p.name))
         count = self._config.sampled(len(drawn))
         return sorted(drawn[:count], key=lambda p: p.name)
-
-    def check(
-        self, reply: Message, sender: Participant, reference: ArrayRecord | None, minimum: float
-    ) -> str | None:
-        """Return a printable reason to refuse a reply, or None; see ``reason_to_refuse``."""
-        reason = reason_to_refuse(
-            reply,
-            name=sender.name,
-            examples=sender.examples,
-            base=self.base,
-            reference=reference,
-            minimum=minimum,
-            answers=self._config.evaluate.shown,
-        )
-        return reason and printable(reason)
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
         """Return the clients that haven't answered, with the reasons."""

@@ -20,12 +20,14 @@ from federation.run_folder import LaneStatus, Phase
 from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
+from split.protocol.errors import printable
 from strategies.collection import reasons, require_enough, require_finite, says_not_finite
 from strategies.exchange import exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
 from strategies.metrics import evaluation_events, record_scaled, underscored
 from strategies.participants import Participants
+from strategies.refusals import reason_to_refuse
 from strategies.replies import Replies
 
 
@@ -184,10 +186,19 @@ class Rounds(Strategy):
         """
         for reply in replies:
             if sender := self._participants.sender_of(reply):
-                reason = self._participants.check(reply, sender, reference, minimum)
+                reason = reason_to_refuse(
+                    reply,
+                    name=sender.name,
+                    examples=sender.examples,
+                    base=self._instruction.base,
+                    reference=reference,
+                    minimum=minimum,
+                    answers=self.config.evaluate.shown,
+                )
                 if reason is None:
                     collected.add(sender.name, reply, has_arrays=reference is not None)
                 else:
+                    reason = printable(reason)
                     collected.left_out[sender.name] = reason
                     if says_not_finite(reply, reason):
                         collected.not_finite.append(sender.name)
