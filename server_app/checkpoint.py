@@ -38,14 +38,8 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
         "optimizers": progress.optimizers or {},
     }
     tensors = {f"{group}.{k}": value for group in groups for k, value in groups[group].items()}
-    fields = {
-        "lineage": progress.lineage,
-        "finished_rounds": progress.finished_rounds,
-        "evaluated": progress.evaluated,
-        "sizes": checkpoint.sizes,
-        "rounds": checkpoint.rounds,
-        "metrics_bytes": checkpoint.metrics_bytes,
-    }
+    others = vars(progress) | vars(checkpoint)
+    fields = {key: others[key] for key in others.keys() - {"progress", "state", *groups}}
     with replacing(_path(directory, progress.finished_rounds)) as aside:
         save_file(tensors, aside, metadata={"checkpoint": json.dumps(fields)})
     for old in checkpoint_files(directory)[:-_KEPT]:
