@@ -1,24 +1,16 @@
 """Progress bars that are readable in a log."""
 
 import sys
-from typing import Any, TextIO
+from types import SimpleNamespace
+from typing import Any
 
 from tqdm import tqdm
 
 
-class _Lines:
-    """A text stream that writes each update of a progress bar as a separate line."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> None:
-        line = text.strip("\r\n ")
-        if line:
-            self.stream.write(line + "\n")
-
-    def flush(self) -> None:
-        self.stream.flush()
+def _write_line(text: str) -> None:
+    """Write an update of a progress bar as a separate line."""
+    if line := text.strip("\r\n "):
+        sys.stderr.write(line + "\n")
 
 
 def progress_bar(total: int, description: str) -> Any:
@@ -28,7 +20,7 @@ def progress_bar(total: int, description: str) -> Any:
     return tqdm(
         total=total,
         desc=description,
-        file=_Lines(sys.stderr),
+        file=SimpleNamespace(write=_write_line, flush=sys.stderr.flush),
         ascii=" #",
         ncols=100,
         mininterval=10,
