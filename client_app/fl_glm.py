@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from client_app.evaluation import Evaluation, save_final_adapters
@@ -13,7 +14,7 @@ from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
-from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.settings import AdapterSettings, ModelSettings, kebab_case
 from finetuning.training.loop import train_round
 from split.client.connecting import connect
 from split.client.split_model import SplitModel
@@ -78,18 +79,11 @@ def train(task: Task) -> tuple[State, Metrics]:
             description=task.title,
         )
         model.end()
-    traffic = model.lane.traffic
     adapters = {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
     # The body that the server stores for this client matches its last averaged adapter.
     task.save(adapters, optimizer, counted=models_of(task.message).get("personalised"))
-    return adapters, training_metrics(report) | {
-        "bytes-up": traffic.bytes_up,
-        "bytes-down": traffic.bytes_down,
-        "lanes": model.lane.opened,
-        "seconds-waiting": traffic.seconds_waiting,
-        "seconds-crypto": traffic.seconds_crypto,
-        "seconds-serialisation": traffic.seconds_serialisation,
-    }
+    traffic = {kebab_case(key): value for key, value in asdict(model.lane.traffic).items()}
+    return adapters, training_metrics(report) | traffic | {"lanes": model.lane.opened}
 
 
 def evaluate(task: Task) -> Evaluation:

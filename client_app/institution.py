@@ -98,26 +98,18 @@ def _open(
         divided[part] = report.rows_divided
         log(INFO, "%s: %d %s examples", data.name, len(parts[part]), part)
         if report.inputs_shortened or report.outputs_shortened or report.left_out:
-            log(
-                WARNING,
-                "%s: of the %s examples, %d have shortened inputs, %d have shortened outputs, "
-                "and %d were left out (data.max-length = %d)",
-                data.name,
-                part,
-                report.inputs_shortened,
-                report.outputs_shortened,
-                report.left_out,
-                config.data.max_length,
+            counts = report.inputs_shortened, report.outputs_shortened, report.left_out
+            text = (
+                "%s: of the %s examples, %d have shortened inputs, %d have shortened outputs, and "
+                "%d were left out (data.max-length = %d)"
             )
+            log(WARNING, text, data.name, part, *counts, config.data.max_length)
         if report.without_end_mark:
-            log(
-                WARNING,
+            text = (
                 "%s: the chat template writes no end mark after the answers of %d %s examples, so "
-                "a model can't learn from these examples to end an answer",
-                data.name,
-                report.without_end_mark,
-                part,
+                "a model can't learn from these examples to end an answer"
             )
+            log(WARNING, text, data.name, report.without_end_mark, part)
     asked: list[Prompt] = []
     if config.evaluate.generate:
         rows = data.test[: config.evaluate.generate_examples]

@@ -14,7 +14,7 @@ from typing import Any
 from client_app.audit import AuditLog
 from federation.site_policy import PolicyError, PrivacyPolicy
 from finetuning.data.batching import steps_per_round
-from finetuning.settings import TrainSettings
+from finetuning.settings import TrainSettings, kebab_case
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class PrivacyAccount:
 
 def account_line(steps: PrivateSteps) -> dict[str, Any]:
     """Return ``steps`` as fields of a line of the account, with hyphens in their names."""
-    return {key.replace("_", "-"): value for key, value in asdict(steps).items()}
+    return {kebab_case(key): value for key, value in asdict(steps).items()}
 
 
 def _read(lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
