@@ -38,8 +38,8 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
         "optimizers": progress.optimizers or {},
     }
     tensors = {f"{group}.{k}": value for group in groups for k, value in groups[group].items()}
-    others = vars(progress) | vars(checkpoint)
-    fields = {key: others[key] for key in others.keys() - {"progress", "state", *groups}}
+    others = {"progress", "state", *groups}
+    fields = {k: v for k, v in (vars(progress) | vars(checkpoint)).items() if k not in others}
     with replacing(_path(directory, progress.finished_rounds)) as aside:
         save_file(tensors, aside, metadata={"checkpoint": json.dumps(fields)})
     for old in checkpoint_files(directory)[:-_KEPT]:
