@@ -142,8 +142,7 @@ def main() -> None:
     """Measure FedAvg and Chambers for each number of nodes."""
     command(__doc__).parse_args()
     size = sum(value.numel() for value in draw_adapter(_BLOCKS, 0).values())
-    headings = ("nodes", "", "peak MB", "÷ adapter", "seconds", "difference")
-    table = make_table("averaging one round", *headings)
+    table = make_table("nodes", "", "peak MB", "÷ adapter", "seconds", "difference")
     cores = os.sched_getaffinity(0)
     for nodes in _NODES:
         averages: list[State] = []
@@ -154,8 +153,7 @@ def main() -> None:
             cells = [f"{peak / 1e6:,.0f}", f"{peak / (4 * size):.1f}", f"{seconds:.1f}"]
             difference = f"{largest_difference(*averages):.1e}" if averages[1:] else ""
             table.add_row(str(nodes), side, *cells, difference)
-        table.add_section()
-    show(f"{size:,} parameters, {4 * size / 1e6:,.0f} MB", table)
+    show(f"averaging one round: {size:,} parameters, {4 * size / 1e6:,.0f} MB", table)
 
 
 if __name__ == "__main__":

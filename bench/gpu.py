@@ -33,7 +33,7 @@ import torch
 
 from bench.harness import RATIOS, WARM_UP, Worker, command, make_table, ratios, show
 from bench.job import Job, random_job
-from bench.local_training import LONGEST, compare, table_of
+from bench.local_training import HEADINGS, LONGEST, compare
 from bench.parties import Split, Whole, alternate
 from bench.schedules import SCHEDULES, TARGETS, check, start
 from bench.shape import SEED, Shape
@@ -65,7 +65,6 @@ def devices_of(kind: str) -> dict[str, Any]:
 def measure(title: str, job: Job, clients: int, schedule: str) -> None:
     """Measure the whole model and a schedule in turn, and print a table of both."""
     table = make_table(
-        title,
         *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
         *("peak GB (clients + server)", "target"),
     )
@@ -84,17 +83,17 @@ def measure(title: str, job: Job, clients: int, schedule: str) -> None:
             cells += [f"{samples * job.shape.columns / median:.0f}", *ratios(whole, each)]
             cells.append(" + ".join(f"{peak / 1e9:.2f}" for peak in each.gpu_peaks()))
             table.add_row(str(clients), each.name, *cells, TARGETS.get(each.name, ""))
-    show(f"clients on {job.client_device}, server on {job.server_device}", table)
+    show(f"clients on {job.client_device}, server on {job.server_device}", title, table)
 
 
 def measure_local(title: str, job: Job) -> None:
     """Measure local training in a new process, and print its table."""
     job = replace(job, shape=replace(job.shape, rows=8, micro_batches=2, columns=LONGEST))
-    table = table_of(title)
+    table = make_table(*HEADINGS)
     with Worker(os.sched_getaffinity(0), copy, job) as worker:
         for row in worker.ask(compare, _TOLERANCE):
             table.add_row("local", *row)
-    show(f"local training on {job.client_device}", table)
+    show(f"local training on {job.client_device}", title, table)
 
 
 def run(size: str, arguments: Namespace) -> None:
@@ -117,12 +116,11 @@ def run(size: str, arguments: Namespace) -> None:
 
 def main() -> None:
     """Measure all sizes, one after another."""
-    parser = command(__doc__)
+    parser = command(__doc__, pairs=15)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["1b", "3b", "7b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="*", default=SCHEDULES)
     parser.add_argument("--no-local", action="store_true", help="leave out local training")
-    parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
     parser.add_argument(
         "--quantization", choices=["none", "nf4", "int8"], nargs="+", default=["none", "nf4"]
     )

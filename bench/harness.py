@@ -157,9 +157,15 @@ def ratios(one: Side, other: Side) -> list[str]:
     return [f"{value:.3f}" for value in compared_with(one, other).values()]
 
 
-def command(doc: str | None) -> ArgumentParser:
-    """Return a parser for a measurement's arguments; ``doc`` is the docstring of its module."""
-    return ArgumentParser(description=(doc or "").splitlines()[0])
+def command(doc: str | None, pairs: int | None = None) -> ArgumentParser:
+    """Return a parser for a measurement's arguments; ``doc`` is the docstring of its module.
+
+    With ``pairs``, there is an argument ``--pairs`` with this default.
+    """
+    parser = ArgumentParser(description=(doc or "").splitlines()[0])
+    if pairs is not None:
+        parser.add_argument("--pairs", type=int, default=pairs, help="number of measured turns")
+    return parser
 
 
 def use_one_core() -> set[int]:
@@ -170,28 +176,20 @@ def use_one_core() -> set[int]:
     return core
 
 
-def make_table(title: str, *headings: str) -> Table:
+def make_table(*headings: str) -> Table:
     """Create a table; columns with a heading are right-aligned, and others left-aligned."""
-    table = Table(title=title, box=MARKDOWN)
+    table = Table(box=MARKDOWN)
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     return table
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines as Markdown."""
+    """Print tables and lines as Markdown, with one line for each row, however long."""
+    console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False, emoji=False)
     for part in parts:
-        print(f"{_markdown(part) if isinstance(part, Table) else part}\n", flush=True)
-
-
-def _markdown(table: Table) -> str:
-    """Return a table as Markdown: its title, if any, and one line for each row, however long."""
-    title, table.title = table.title, None
-    console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False)
-    with console.capture() as printed:
-        console.print(table)
-    # Rich draws edges as empty lines, and repeats the line below the headings between sections.
-    lines = [line.rstrip() for line in printed.get().splitlines() if line.strip()]
-    headings, below, *rows = lines
-    above = [f"{title}\n"] if title else []
-    return "\n".join([*above, headings, below, *(row for row in rows if row != below)])
+        with console.capture() as printed:
+            console.print(part)
+        # Rich draws a table's edges as empty lines.
+        lines = (line.rstrip() for line in printed.get().splitlines() if line.strip())
+        print(*lines, sep="\n", end="\n\n", flush=True)

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,11 @@ from finetuning.adapters.adapter import (
     initial_adapter,
     load_adapter,
     load_state,
+    trainable_parameters,
 )
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import loading_arguments, prepare
+from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, Stages, train_round
 from finetuning.training.optimization import OptimizerState
@@ -103,7 +105,11 @@ def random_job(
 
 
 class Course:
-    """A job's training, some steps at a time; steps take the examples in order, cyclically."""
+    """A job's training, some steps at a time.
+
+    ``steps`` are the indices of each step's examples; by default, steps take the examples in order,
+    cyclically.
+    """
 
     def __init__(
         self,
@@ -111,12 +117,14 @@ class Course:
         model: Stages,
         parameters: Mapping[str, torch.nn.Parameter],
         padding: int = 0,
+        steps: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._job, self._examples = job, job.examples(job)
         self._model, self._parameters, self._padding = model, parameters, padding
         size = job.shape.rows * job.shape.micro_batches
         order = [index % len(self._examples) for index in range(job.steps * size)]
-        self._steps = [order[first : first + size] for first in range(0, len(order), size)]
+        in_order = [order[first : first + size] for first in range(0, len(order), size)]
+        self._steps = steps or in_order
         self._done = 0
         self._state: OptimizerState | None = None
         self.computing = 0.0  # CPU seconds of the threads that called ``train``
@@ -150,6 +158,12 @@ def load_whole(job: Job) -> Any:
     peft_model = attach_adapter(model, job.adapter, str(job.directory))
     load_adapter(peft_model, job.state())
     return peft_model
+
+
+def whole_course(job: Job, steps: Sequence[Sequence[int]] | None = None) -> Course:
+    """Load the whole model, and return its course."""
+    model = load_whole(job)
+    return Course(job, WholeModel(model), trainable_parameters(model), steps=steps)
 
 
 def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:

@@ -11,26 +11,21 @@ use the first GPU, and the processes are not bound to a core.
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
 
-import torch
-
-from bench.harness import RATIOS, Side, Worker, command, make_table, ratios, show, use_one_core
-from bench.job import Job, load_ends, open_model, random_examples
+from bench.harness import RATIOS, command, make_table, ratios, show, use_one_core
+from bench.job import Job, random_examples
 from bench.shape import Shape
-from bench.split_generation import Server
+from bench.split_generation import continued, open_lanes, take_turns
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
-from finetuning.evaluation.generation import GREEDY
 from finetuning.model.base_model import load_tokenizer, locate
-from split.settings import SplitSettings
 
 _LANES, _NEW = 8, 48
 
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = command(__doc__)
-    parser.add_argument("--pairs", type=int, default=5, help="number of measured turns")
+    parser = command(__doc__, pairs=5)
     parser.add_argument("--device", default="cpu", help="device of the clients and the server")
     arguments = parser.parse_args()
     pairs, device = arguments.pairs, arguments.device
@@ -46,36 +41,22 @@ def main() -> None:
         client_device=device,
         server_device=device,
     )
-    split = SplitSettings(wire_dtype="float32")
-    settings: dict[str, Any] = {"pad_token_id": 0, "min_new_tokens": _NEW, **GREEDY}
     with ExitStack() as stack:
-        server = stack.enter_context(Worker(cores, Server, job, split, [*map(str, range(_LANES))]))
-        lanes = []
-        for invitation, tokens in zip(server.ask(Server.invite), prompts, strict=True):
-            model = stack.enter_context(open_model(load_ends(job, split), invitation, job, split))
-            model.choose("global", {n: p.detach().clone() for n, p in model.parameters.items()})
-            lanes.append((model, tokens[None]))
-
-        def answer(lane: Any) -> Any:
-            model, tokens = lane
-            return model.generate(tokens, torch.ones_like(tokens), _NEW, **settings)
-
+        models, pids = open_lanes(stack, cores, job, [0.0] * _LANES)
+        for model in models:
+            model.choose("global", model.parameters)
         pool = stack.enter_context(ThreadPoolExecutor(_LANES))
-        in_turn, at_once = (Side(n, [os.getpid(), server.pid], 1) for n in ("in turn", "at once"))
-        for _ in range(1 + pairs):
-            in_turn.start()
-            expected = [*map(answer, lanes)]
-            in_turn.stop()
-            at_once.start()
-            found = [*pool.map(answer, lanes)]
-            at_once.stop()
-            if not all(map(torch.equal, found, expected)):
-                raise SystemExit("an answer depends on the other lanes")
-    table = make_table(f"{_LANES} lanes, {_NEW} new tokens; {pairs} turns", "", "tokens/s", *RATIOS)
-    for side in (in_turn, at_once):
+        answer, rows = partial(continued, new=_NEW), [tokens[None] for tokens in prompts]
+        ways = {
+            "in turn": lambda: [*map(answer, models, rows)],
+            "at once": lambda: [*pool.map(answer, models, rows)],
+        }
+        sides = take_turns(ways, pids, pairs)
+    table = make_table("", "tokens/s", *RATIOS)
+    for side in sides:
         rate = _LANES * _NEW / side.summary()[0]
-        table.add_row(side.name, f"{rate:.1f}", *ratios(in_turn, side))
-    show(table)
+        table.add_row(side.name, f"{rate:.1f}", *ratios(sides[0], side))
+    show(f"{_LANES} lanes, {_NEW} new tokens; {pairs} turns", table)
 
 
 if __name__ == "__main__":

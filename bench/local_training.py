@@ -14,23 +14,28 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, logging
+from tokenizers import Tokenizer, models
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    logging,
+)
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bench.harness import RATIOS, WARM_UP, Side, command, make_table, ratios, show, use_one_core
-from bench.job import Job, load_whole, random_job
+from bench.job import Job, load_whole, random_job, whole_course
 from bench.shape import SEED, Shape
-from finetuning.adapters.adapter import trainable_parameters
 from finetuning.data.tokenization import Example
-from finetuning.model.whole_model import WholeModel
-from finetuning.training.loop import LocalRound, train_round
-from finetuning.training.optimization import OptimizerState
 
 # Mean numbers of input and output tokens: court, consultation, reasoning (FedJudge, table 1).
 _KINDS = ((480, 288), (57, 209), (136, 221))
@@ -39,6 +44,9 @@ LONGEST = 800
 _VOCABULARIES = (32000, 8000)
 _SAMPLED = 3200  # number of examples: enough for full-size groups in the sampler
 _TOLERANCE = 1e-4
+# Each row of the table is a configuration's name and a row of `compare`.
+HEADINGS = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
+Row = dict[str, list[int]]  # a row of the data set of a trainer
 
 
 def make_examples(job: Job) -> list[Example]:
@@ -74,54 +82,19 @@ def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[li
 
 
 class Timing(TrainerCallback):  # type: ignore[misc]
-    """Time each step of a trainer, store its loss, and call ``after`` with the step's index."""
+    """Time each step of a trainer, and then call ``after``."""
 
-    def __init__(self, side: Side, after: Callable[[int], None] = lambda index: None) -> None:
+    def __init__(self, side: Side, after: Callable[[], None] = lambda: None) -> None:
         self._side, self._after = side, after
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
         self._side.start()
 
-    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """Stop the clock."""
         self._side.stop()
-        self._after(state.global_step - 1)
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Store the loss; a trainer logs it after the end of its step."""
-        if "loss" in logs:
-            self._side.losses.append(logs["loss"])
-
-
-def chambers_step(
-    job: Job, side: Side, examples: Sequence[Example], steps: Sequence[Sequence[int]]
-) -> Callable[[int], None]:
-    """Load the model, and return a function that runs and times a step of Chambers.
-
-    A step is a call of ``train_round``; the optimizer's state is passed from step to step.
-    """
-    peft_model = load_whole(job)
-    model, parameters = WholeModel(peft_model), trainable_parameters(peft_model)
-    settings = job.settings.model_copy(update={"optimizer": "adamw"})
-    state: OptimizerState | None = None
-
-    def run(index: int) -> None:
-        nonlocal state
-        side.start()
-        report, state = train_round(
-            model=model,
-            parameters=parameters,
-            examples=examples,
-            padding=0,
-            local_round=LocalRound([steps[index]], index, len(steps), SEED, deadline=math.inf),
-            settings=settings,
-            optimizer_state=state,
-        )
-        side.stop()
-        side.losses.append(report.losses[0])
-
-    return run
+        self._after()
 
 
 def arguments_of(job: Job, directory: str) -> dict[str, Any]:
@@ -148,74 +121,61 @@ def arguments_of(job: Job, directory: str) -> dict[str, Any]:
     }
 
 
-def run_trainer(job: Job, rows: list[dict[str, torch.Tensor]], callback: Timing) -> None:
-    """Train on the rows in order with ``transformers.Trainer``."""
+def end_tokenizer() -> Any:
+    """Return a tokenizer whose only token, 0, is the padding and the end of a text."""
+    words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
 
-    def pad(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-        return {
-            name: torch.nn.utils.rnn.pad_sequence(
-                [feature[name] for feature in features], batch_first=True, padding_value=filler
-            )
-            for name, filler in fillers.items()
-        }
 
+def train(
+    job: Job, callback: Timing, kind: type[Any], arguments: type[Any], own: Any, **data: Any
+) -> Any:
+    """Train with a trainer of a class, whose arguments are the job's and ``own``; return it."""
     with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(num_train_epochs=1, **arguments_of(job, directory))
-        trainer = Trainer(
-            load_whole(job), arguments, train_dataset=rows, data_collator=pad, callbacks=[callback]
+        trainer = kind(
+            load_whole(job),
+            arguments(**arguments_of(job, directory), **own),
+            callbacks=[callback],
+            **data,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    return trainer
 
 
-def run_packed(job: Job, rows: list[dict[str, torch.Tensor]]) -> tuple[Side, list[int]]:
-    """Train on the rows with TRL's SFTTrainer and packing; return times and tokens of steps."""
+def run_packed(job: Job, rows: list[Row]) -> list[str]:
+    """Train on the rows with TRL's SFTTrainer and packing; return a row of the table."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     side = Side("SFTTrainer, packed", [os.getpid()])
-    words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
-    columns = {name: [row[name].tolist() for row in rows] for name in ("input_ids", "labels")}
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = SFTConfig(
-            packing=True, max_length=LONGEST, max_steps=job.steps, **arguments_of(job, directory)
-        )
-        trainer = SFTTrainer(
-            load_whole(job),
-            arguments,
-            train_dataset=Dataset.from_dict(columns),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=words, eos_token="<end>", pad_token="<end>"
-            ),
-            callbacks=[Timing(side)],
-        )
-        trainer.remove_callback(PrinterCallback)
-        packed = [len(tokens) for tokens in trainer.train_dataset["input_ids"]]
-        trainer.train()
+    trainer = train(
+        job,
+        Timing(side),
+        SFTTrainer,
+        SFTConfig,
+        own={"packing": True, "max_length": LONGEST, "max_steps": job.steps},
+        train_dataset=Dataset.from_list(rows),
+        processing_class=end_tokenizer(),
+    )
+    packed = [len(tokens) for tokens in trainer.train_dataset["input_ids"]]
     size = job.shape.rows * job.shape.micro_batches
-    return side, [sum(packed[n * size : (n + 1) * size]) for n in range(job.steps)]
+    return row_of(side, [sum(packed[n * size : (n + 1) * size]) for n in range(job.steps)])
 
 
-def as_row(example: Example) -> dict[str, torch.Tensor]:
+def as_row(example: Example) -> Row:
     """Convert an example to Trainer's format: no loss outside the targets."""
-    return {
-        "input_ids": example.tokens,
-        "attention_mask": torch.ones_like(example.tokens),
-        "labels": example.tokens.where(example.is_target, -100),
-    }
+    labels = example.tokens.where(example.is_target, -100)
+    return {"input_ids": example.tokens.tolist(), "labels": labels.tolist()}
 
 
-def rate(side: Side, tokens: Sequence[int]) -> str:
-    """Return a side's tokens per second, without padding and without the warm-up."""
-    return f"{sum(tokens[WARM_UP:]) / sum(side.seconds[WARM_UP:]):.0f}"
+def row_of(side: Side, tokens: Sequence[int]) -> list[str]:
+    """Return a row of the table; ``tokens`` are those of each turn, without padding.
 
-
-def gigabytes(side: Side) -> str:
-    """Return the most GPU memory that a turn added to what was allocated before it, in GB."""
-    return f"{max(side.gpu_bytes[WARM_UP:]) / 1e9:.2f}"
+    The memory is the most that a turn added to what was allocated before it.
+    """
+    rate = sum(tokens[WARM_UP:]) / sum(side.seconds[WARM_UP:])
+    return [side.name, f"{rate:.0f}", f"{max(side.gpu_bytes[WARM_UP:]) / 1e9:.2f}"]
 
 
 def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
@@ -224,42 +184,48 @@ def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
     steps = trainer_steps(examples, job.shape.rows * job.shape.micro_batches, job.steps - WARM_UP)
     steps = (WARM_UP * steps)[:WARM_UP] + steps
     trainer, chambers = sides = [Side(name, [os.getpid()]) for name in ("Trainer", "Chambers")]
-    rows = [as_row(examples[i]) for step in steps for i in step]
-    run_trainer(job, rows, Timing(trainer, chambers_step(job, chambers, examples, steps)))
+    course = whole_course(replace(job, examples=make_examples), steps)
+
+    def step() -> None:
+        chambers.start()
+        chambers.losses += course.train(1)
+        chambers.stop()
+
+    finished = train(
+        job,
+        Timing(trainer, after=step),
+        Trainer,
+        TrainingArguments,
+        own={"num_train_epochs": 1},
+        train_dataset=[as_row(examples[i]) for step in steps for i in step],
+        data_collator=DataCollatorForSeq2Seq(end_tokenizer()),
+    )
+    losses = [entry["loss"] for entry in finished.state.log_history if "loss" in entry]
     tokens = [sum(len(examples[i].tokens) for i in step) for step in steps]
-    result = [[side.name, rate(side, tokens), gigabytes(side)] for side in sides]
+    result = [row_of(side, tokens) for side in sides]
     for side in sides:  # steps differ in length, so seconds per token are compared
         side.seconds = [s / count for s, count in zip(side.seconds, tokens, strict=True)]
-    difference = max(abs(a - b) for a, b in zip(trainer.losses, chambers.losses, strict=True))
+    difference = max(abs(a - b) for a, b in zip(losses, chambers.losses, strict=True))
     if not difference <= tolerance:
         raise SystemExit(f"the losses differ by {difference:.1e}")
     result[1] += [*ratios(trainer, chambers), f"{difference:.1e}"]
     if job.client_device != "cpu" and find_spec("trl"):
-        packed, packed_tokens = run_packed(job, [as_row(example) for example in examples])
-        result.append([packed.name, rate(packed, packed_tokens), gigabytes(packed)])
+        result.append(run_packed(job, [as_row(example) for example in examples]))
     return result
-
-
-def table_of(title: str) -> Table:
-    """Return an empty table; each row is a configuration's name and a row of `compare`."""
-    names = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
-    return make_table(title, *names)
 
 
 def main() -> None:
     """Compare with a large and a small vocabulary, and print the table."""
-    parser = command(__doc__)
-    parser.add_argument("--pairs", type=int, default=15, help="number of measured pairs of steps")
-    pairs = parser.parse_args().pairs
+    pairs = command(__doc__, pairs=15).parse_args().pairs
     use_one_core()
     logging.set_verbosity_error()
-    table = table_of(f"{pairs} pairs of steps; ratios are Chambers ÷ Trainer")
+    table = make_table(*HEADINGS)
     for vocabulary in _VOCABULARIES:
         shape = Shape(vocabulary=vocabulary, columns=LONGEST, micro_batches=8)
         with random_job(shape, WARM_UP + pairs) as job:
             for row in compare(job):
                 table.add_row(f"vocabulary {vocabulary}", *row)
-    show(table)
+    show(f"{pairs} pairs of steps; ratios are Chambers ÷ Trainer", table)
 
 
 if __name__ == "__main__":

@@ -150,10 +150,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     seeds = range(arguments.seeds)
-    table = make_table(
-        f"{arguments.model}; mean over {arguments.seeds} seeds, and the lowest value",
-        *("rows", "told by loss", "told by gradient", "tokens read", "in no other row"),
-    )
+    table = make_table("rows", "told by loss", "told by gradient", "tokens read", "in no other row")
     found = [measure(ModelSettings(name=arguments.model), seed) for seed in seeds]
     for index, rows in enumerate(_ROWS):
         cells = []
@@ -164,7 +161,7 @@ def main() -> None:
             sums = [sum(int(each[index][key]) for each in found) for key in (read, of)]
             cells.append(f"{sums[0]}/{sums[1]}")
         table.add_row(str(rows), *cells)
-    show(table)
+    show(f"{arguments.model}; mean over {arguments.seeds} seeds, and the lowest value", table)
 
 
 if __name__ == "__main__":

@@ -117,14 +117,10 @@ def main() -> None:
     command(__doc__).parse_args()
     cores = os.sched_getaffinity(0)
     clients = make_table(
-        f"a client of {_CLIENT}, window 4; MB",
         *("", "own layers", "activations", "a part of the logits", "peak of loading", "peak"),
         *("loading ÷ layers", "peak ÷ (layers + activations + logits)"),
     )
-    servers = make_table(
-        f"the server of {_SERVER}, activation-budget {_ROOM * _SERVER.tokens}; MB",
-        *("", "lanes", "frozen layers", "peak of loading", "peak", "÷ 1 lane"),
-    )
+    servers = make_table("", "lanes", "frozen layers", "peak of loading", "peak", "÷ 1 lane")
     logits = _TARGETS_AT_ONCE * _CLIENT.vocabulary * 4
     with ExitStack() as stack:
         miniature, client, server = (
@@ -143,7 +139,13 @@ def main() -> None:
             for lanes, own in both.items():
                 cells = [f"{own[key] / 1e6:.1f}" for key in ("layers", "loading", "peak")]
                 servers.add_row(name, str(lanes), *cells, f"{own['peak'] / both[1]['peak']:.3f}")
-    show(f"{os.confstr('CS_GNU_LIBC_VERSION')}", clients, servers)
+    show(
+        f"{os.confstr('CS_GNU_LIBC_VERSION')}",
+        f"a client of {_CLIENT}, window 4; MB",
+        clients,
+        f"the server of {_SERVER}, activation-budget {_ROOM * _SERVER.tokens}; MB",
+        servers,
+    )
 
 
 if __name__ == "__main__":

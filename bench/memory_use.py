@@ -3,8 +3,7 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -49,10 +48,13 @@ class SavedTensors:
 
     def counting(self) -> saved_tensors_hooks:
         """Count the tensors saved by forward passes in the ``with`` block."""
-        return saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        return saved_tensors_hooks(self._pack, lambda saved: saved())
 
-    def _pack(self, tensor: torch.Tensor) -> "_Saved":
-        saved, storage = _Saved(tensor), tensor.untyped_storage()
+    def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def saved() -> torch.Tensor:
+            return tensor
+
+        storage = tensor.untyped_storage()
         place, size = storage.data_ptr(), storage.nbytes()
         if place not in self._parameters:
             self._count(place, size, 1)
@@ -65,10 +67,3 @@ class SavedTensors:
         self._users[place] += users
         self._bytes += size * (bool(self._users[place]) - before)
         self.peak = max(self.peak, self._bytes)
-
-
-@dataclass(eq=False)
-class _Saved:
-    """A saved tensor in a wrapper; if autograd releases the wrapper, the tensor stops counting."""
-
-    tensor: torch.Tensor

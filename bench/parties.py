@@ -16,13 +16,11 @@ from bench.job import (
     join,
     load_body,
     load_ends,
-    load_whole,
     open_model,
     serving,
+    whole_course,
 )
 from bench.proxy import Proxy
-from finetuning.adapters.adapter import trainable_parameters
-from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel
 from split.model.part import Part
 from split.model.partition import PartyName
@@ -133,11 +131,7 @@ class Training:
         self._jobs, self._split = jobs, split
         self._threads = ThreadPoolExecutor(len(jobs))
         if split is None:
-            models = [load_whole(job) for job in jobs]
-            self._courses = [
-                Course(job, WholeModel(model), trainable_parameters(model))
-                for job, model in zip(jobs, models, strict=True)
-            ]
+            self._courses = [whole_course(job) for job in jobs]
         else:
             self._ends = [load_ends(job, split) for job in jobs]
 

@@ -132,10 +132,7 @@ def main() -> None:
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as executor:
         futures = {cell: executor.submit(run, *cell) for cell in cells}
         outcomes = {cell: future.result() for cell, future in futures.items()}
-    table = make_table(
-        f"FedJudge-Base, mean ± standard deviation over seeds ({seeds}), δ = {_DELTA:g}",
-        *("ε", "σ of the clients", "held-out loss: base", "global", "personalised"),
-    )
+    table = make_table("ε", "σ of the clients", "held-out loss: base", "global", "personalised")
     for epsilon in _EPSILONS:
         noise, _ = outcomes[epsilon, 0]
         by_seed = [outcomes[epsilon, seed][1] for seed in range(seeds)]
@@ -144,7 +141,7 @@ def main() -> None:
             f"{noise[0]:.2f} to {noise[-1]:.2f}" if noise else "-",
             *map(_spread, zip(*by_seed, strict=True)),
         )
-    show(table)
+    show(f"FedJudge-Base, mean ± standard deviation over seeds ({seeds}), δ = {_DELTA:g}", table)
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -14,8 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,17 +48,17 @@ def simulate(folder: Path) -> list[tuple[float, float]]:
 def deploy(folder: Path, workers: bool) -> list[tuple[float, float]]:
     """Run on SuperNodes, with or without resident workers; return the result of `_run`."""
     home = folder / ("workers" if workers else "processes")
-    with private_superlink(home, simulated=False) as link, ExitStack() as stack:
+    with private_superlink(home, simulated=False) as link:
         for name in _CLIENTS:
             node = f'name="{name}" data-path="{folder / "data" / name}"'
             if workers:
                 socket = home / f"{name}.sock"
                 node += f' worker="{socket}"'
                 command = [sys.executable, "-m", "chambers", "site", "worker", str(socket)]
-                stack.enter_context(_running(command, link, home / f"{name}-worker.log"))
+                _start(command, link, home / f"{name}-worker.log")
             command = ["flower-supernode", "--insecure", "--superlink", link.address]
             command += ["--host", "127.0.0.1", "--port", str(free_port()), "--node-config", node]
-            stack.enter_context(_running(command, link, home / f"{name}.log"))
+            _start(command, link, home / f"{name}.log")
         return _run(link, home, {"instruction-key": "none"}, supernodes=None)
 
 
@@ -85,17 +84,10 @@ def _run(
     return [(max(seconds["round", n]), max(seconds["train", n])) for n in measured]
 
 
-@contextmanager
-def _running(command: list[str], link: SuperLink, log: Path) -> Iterator[None]:
+def _start(command: list[str], link: SuperLink, log: Path) -> None:
+    """Start a process, which ends with the SuperLink."""
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=CHECKOUT, env=link.environment, stdout=output, stderr=output
-        )
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
+        subprocess.Popen(command, cwd=CHECKOUT, env=link.environment, stdout=output, stderr=output)
 
 
 def _write_data(folder: Path) -> None:
@@ -118,14 +110,15 @@ def main() -> None:
             "deployment": deploy(Path(folder), workers=False),
             "deployment with workers": deploy(Path(folder), workers=True),
         }
-    rounds = make_table(
-        "medians over rounds", "", "round s", "slowest client's training s", "round ÷ training"
-    )
+    rounds = make_table("", "round s", "slowest client's training s", "round ÷ training")
     for name, own in measured.items():
         ratio = median(seconds / training for seconds, training in own)
         seconds, training = map(median, zip(*own, strict=True))
         rounds.add_row(name, f"{seconds:.1f}", f"{training:.1f}", f"{ratio:.3f}")
-    show(f"{len(_CLIENTS)} clients, {_STEPS} steps per round, model `tiny`", rounds)
+    show(
+        f"{len(_CLIENTS)} clients, {_STEPS} steps per round, model `tiny`; medians over rounds",
+        rounds,
+    )
 
 
 if __name__ == "__main__":

@@ -101,15 +101,13 @@ def check(whole: Whole, sides: Sequence[Split], tolerance: float) -> None:
 
 def main() -> None:
     """Measure all numbers of clients, one after another."""
-    parser = command(__doc__)
+    parser = command(__doc__, pairs=15)
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
     arguments = parser.parse_args()
     core = {max(os.sched_getaffinity(0))}
     shape = Shape(vocabulary=2000)
     split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     table = make_table(
-        "samples per second and ratios to centralised training",
         *("clients", "", "samples/s", *RATIOS, "target", "server s/sample", "limit"),
     )
     with random_job(shape, WARM_UP + arguments.pairs) as job:
@@ -126,8 +124,11 @@ def main() -> None:
                     seconds = side.server_seconds()
                     server = [f"{seconds / samples:.3f}", f"{whole.summary()[2] / seconds:.2f}"]
                 table.add_row(str(clients), side.name, rate, *ratios(whole, side), target, *server)
-            table.add_section()
-    show(f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}", table)
+    show(
+        f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
+        "samples per second and ratios to centralised training",
+        table,
+    )
 
 
 if __name__ == "__main__":

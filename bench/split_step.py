@@ -59,8 +59,7 @@ def start(
 
 def compared(whole: Whole, sides: Sequence[Split]) -> Table:
     """Return each configuration's seconds, and its ratios to another configuration."""
-    headings = ("", "median", "minimum", "CPU", "÷", *RATIOS, "target")
-    table = make_table("seconds per step, and ratios", *headings)
+    table = make_table("", "median", "minimum", "CPU", "÷", *RATIOS, "target")
     every: list[Side] = [whole, *sides]
     # Lanes without a proxy are compared with the whole model, others with the two-core lane.
     bases = (None, 0, 0, 2, 2)
@@ -119,8 +118,7 @@ def recorded(
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = command(__doc__)
-    parser.add_argument("--pairs", type=int, default=15, help="number of measured turns")
+    parser = command(__doc__, pairs=15)
     parser.add_argument("--record", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
@@ -139,6 +137,7 @@ def main() -> None:
     }
     show(
         f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
+        "seconds per step, and ratios",
         compared(whole, sides),
         f"at most {most / 1000:.1f} kilobytes per step in both directions, "
         f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes",

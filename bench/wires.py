@@ -61,7 +61,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     table = make_table(
-        f"{_SHAPE}, {steps} steps, LoRA on all linear modules, seed {SEED}",
         *("", "kilobytes per step", "÷ (4 · tokens · hidden · 2 bytes)"),
         *("loss of the first step", f"mean of the last {_LAST} steps", "− float32"),
     )
@@ -80,7 +79,7 @@ def main() -> None:
         with ExitStack() as stack:
             whole = Whole(stack, job, os.sched_getaffinity(0))
             add("(none)", [whole.step() for _ in range(steps)])
-    show(table)
+    show(f"{_SHAPE}, {steps} steps, LoRA on all linear modules, seed {SEED}", table)
 
 
 if __name__ == "__main__":

@@ -65,48 +65,35 @@ def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
     # Gradient of the loss with respect to the tail's output, for the labels known so far.
     known = torch.zeros_like(output)
     positions = [int(position) for position in sent.positions[-count:]]
-    before = _Before(tail, sent.given, positions[0])
+    jacobians = _jacobians(tail, sent.given, positions[0])
     labels: list[int] = []
     for position, row in zip(positions[::-1], probable[-count:].flip(0), strict=True):
         known[0, position] = sent.scale * row
         (computed,) = torch.autograd.grad(output, given, known, retain_graph=True)
         # All that the label contributes is the gradient of its logit.
         difference = (computed[0, position] - sent.gradient[position]) / sent.scale
-        label = _nearest(matrix, before.jacobian(position), difference)
+        label = _nearest(matrix, jacobians[position - positions[0]], difference)
         known[0, position] -= sent.scale * matrix[label]
         labels.append(label)
     return torch.tensor(labels[::-1])
 
 
-class _Before:
-    """The tail's keys and values for the tokens before a position that moves to the left.
+def _jacobians(tail: Part, given: Tensor, first: int) -> list[Tensor]:
+    """Return the Jacobian of each token's output with respect to its own input, from ``first`` on.
 
-    ``given`` is the tail's input, (tokens, hidden), and ``first`` the leftmost position.
+    ``given`` is the tail's input, (tokens, hidden). A Jacobian is (output, input).
     """
-
-    def __init__(self, tail: Part, given: Tensor, first: int) -> None:
-        self._given = given[None]
-        self._kept = KeyValues(tail, Padding("left", torch.tensor([first])), first)
-        with torch.no_grad():
-            self._kept.extend(self._given[:, :first])
-            for position in range(first, len(given)):
-                self._kept.extend(self._given[:, position : position + 1])
-
-    def jacobian(self, position: int) -> Tensor:
-        """Return the Jacobian of a token's output with respect to its input, (output, input)."""
-        self._return_to(position)
-        token = self._given[:, position : position + 1].clone().requires_grad_()
-        output = self._kept.extend(token)
-        self._return_to(position)
+    kept = KeyValues(tail, Padding("left", torch.tensor([first])), first)
+    with torch.no_grad():
+        kept.extend(given[None, :first])
+    jacobians = []
+    for token in torch.split(given[None, first:], 1, dim=1):
+        token.requires_grad_()
+        output = kept.extend(token)
         directions = torch.eye(output.shape[-1])[:, None, None]
         (rows,) = torch.autograd.grad(output, token, directions, is_grads_batched=True)
-        jacobian: Tensor = rows[:, 0, 0]
-        return jacobian
-
-    def _return_to(self, position: int) -> None:
-        if self._kept.cache is not None:
-            self._kept.cache.crop(position - self._kept.columns)
-        self._kept.columns = position
+        jacobians.append(rows[:, 0, 0])
+    return jacobians
 
 
 def _nearest(matrix: Tensor, jacobian: Tensor, difference: Tensor) -> int:

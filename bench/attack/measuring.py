@@ -10,13 +10,13 @@ from torch import Tensor
 from bench.attack.cells import Cell, Sizes
 from bench.attack.decoder import DecoderKind, train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
-from bench.attack.noisy_training import ADAPTER, NoisyRun, train_with_noise
+from bench.attack.noisy_training import ADAPTER, train_with_noise
 from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.optimisation import invert
 from bench.attack.public_head import PublicHead
 from bench.attack.texts import Texts
 from bench.job import FLOAT32
-from finetuning.adapters.adapter import load_state
+from finetuning.adapters.adapter import State, load_state
 from finetuning.data.batching import collate
 from finetuning.evaluation.scoring import score
 from split.model.adapters import take_apart
@@ -47,8 +47,7 @@ class Attacked:
     def measure(self, cell: Cell) -> dict[str, float]:
         """Return the scores of a cell's attack or, for the attack ``loss``, the losses."""
         if cell.attack == "loss":
-            run = self._trained(cell.noise, cell.seed)
-            return {"loss_before": run.loss_before, "loss_after": run.loss_after}
+            return self._trained(cell.noise, cell.seed)[0]
         if cell.attack == "gradient":
             return self._scores(*self._labels(cell))
         counts = {"search": self._sizes.searched, "optimisation": self._sizes.optimised}
@@ -151,7 +150,7 @@ class Attacked:
         head = self._load(head_blocks, 1, ("head",))["head"]
         if trained is not None:
             head.attach(ADAPTER)
-            adapter = take_apart(self._trained(0.0, trained).adapter, head.partition)
+            adapter = take_apart(self._trained(0.0, trained)[1], head.partition)
             load_state(head.trainable(), adapter["head"])
         return head
 
@@ -159,7 +158,7 @@ class Attacked:
         head, vocabulary = self._head(head_blocks, None), len(self._texts.tokenizer)
         return PublicHead(head, vocabulary, self._texts.beginning)
 
-    def _train(self, noise: float, seed: int) -> NoisyRun:
+    def _train(self, noise: float, seed: int) -> tuple[dict[str, float], State]:
         return train_with_noise(
             directory=self._directory,
             training=self._texts.own,

@@ -6,7 +6,6 @@ The real client and block server run in one process, connected by real lanes.
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench.job import LIFETIME, Course, Job, join, load_body, load_ends, open_model, serving
@@ -27,15 +26,6 @@ _LEARNING_RATE = 1e-3
 ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 
 
-@dataclass(frozen=True)
-class NoisyRun:
-    """The result of training; held-out losses are measured with the noise, too."""
-
-    loss_before: float  # held-out loss of the base model
-    loss_after: float  # held-out loss of the trained model
-    adapter: State  # adapter of the whole model
-
-
 def train_with_noise(
     directory: Path,
     training: Sequence[Example],
@@ -44,11 +34,12 @@ def train_with_noise(
     noise: float,
     seed: int,
     padding: int,
-) -> NoisyRun:
+) -> tuple[dict[str, float], State]:
     """Train a split model in steps of 4 rows; its head and tail have one block each.
 
     The noise is on all hidden states that the client sends. The seed determines the initial adapter
-    and the order of the examples.
+    and the order of the examples. Return the held-out losses before and after training, which are
+    measured with the noise, too, and the adapter of the whole model.
     """
     split = SplitSettings(head_blocks=1, tail_blocks=1)
     training = random.Random(seed).sample(list(training), len(training))
@@ -90,4 +81,4 @@ def train_with_noise(
         server.finish_lanes()
         adapter = join_adapters([own, server.end_round({_CLIENT: 1.0})])
         loss_after = loss(1, take_apart(adapter, body.partition))
-    return NoisyRun(loss_before, loss_after, adapter)
+    return {"loss_before": loss_before, "loss_after": loss_after}, adapter

@@ -317,7 +317,7 @@ def _adapter(folder: Path) -> Path:
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table of how the runs ended, by killed process and way of training."""
-    table = make_table("completed + resumed, by killed process", "", *WAYS)
+    table = make_table("", *WAYS)
     for process in PROCESSES:
         of_process = [outcome for outcome in outcomes if outcome.process == process]
         cells = []
@@ -363,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             outcome = measure(options.folder, index, options.seed, options.rounds)
             record.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
         outcomes.append(Outcome(**json.loads(record.read_text())))
-    show(_table(outcomes), _summary(outcomes))
+    show("completed + resumed, by killed process", _table(outcomes), _summary(outcomes))
     if any(outcome.faults for outcome in outcomes):
         raise SystemExit(1)
 
