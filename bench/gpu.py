@@ -34,7 +34,7 @@ import torch
 from bench.harness import RATIOS, WARM_UP, Worker, command, make_table, ratios, show
 from bench.job import Job, random_job
 from bench.local_training import HEADINGS, LONGEST, compare
-from bench.parties import Split, Whole, alternate
+from bench.parties import alternate
 from bench.schedules import SCHEDULES, TARGETS, check, start
 from bench.shape import SEED, Shape
 from finetuning.settings import ModelSettings
@@ -72,15 +72,14 @@ def measure(title: str, job: Job, clients: int, schedule: str) -> None:
     samples = clients * job.shape.rows * job.shape.micro_batches
     cores = os.sched_getaffinity(0)
     with ExitStack() as stack:
-        whole, (side,) = start(stack, job, split, clients, [schedule], cores, together=True)
-        pair: list[Whole | Split] = [whole, side]
+        pair = start(stack, job, split, clients, [schedule], cores, together=True)
         alternate(pair, 1)
-        check(whole, [side], _TOLERANCE)
+        check(pair, _TOLERANCE)
         alternate(pair, job.steps - 1)
         for each in pair:
             median, minimum, _ = each.summary()
             cells = [f"{median:.3f}", f"{minimum:.3f}", f"{samples / median:.2f}"]
-            cells += [f"{samples * job.shape.columns / median:.0f}", *ratios(whole, each)]
+            cells += [f"{samples * job.shape.columns / median:.0f}", *ratios(pair[0], each)]
             cells.append(" + ".join(f"{peak / 1e9:.2f}" for peak in each.gpu_peaks()))
             table.add_row(str(clients), each.name, *cells, TARGETS.get(each.name, ""))
     show(f"clients on {job.client_device}, server on {job.server_device}", title, table)

@@ -28,28 +28,12 @@ from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 
-class Whole(Side):
-    """The whole model in its own process, which ``stack`` ends."""
+class Processes(Side):
+    """The processes of the whole model, or of a block server and its clients; ``stack`` ends them.
 
-    def __init__(self, stack: ExitStack, job: Job, cores: Collection[int]) -> None:
-        self._worker = stack.enter_context(Worker(cores, Training, [job]))
-        super().__init__("centralised", [self._worker.pid])
-
-    def step(self) -> float:
-        """Run an optimizer step, and return its loss."""
-        return self._worker.ask(Training.steps, 1)[0]
-
-    def gpu_peaks(self) -> list[int]:
-        """Return the peak of GPU memory in bytes."""
-        return [self._worker.ask(gpu_peak)]
-
-
-class Split(Side):
-    """A block server and its clients, each in its own process, which ``stack`` ends.
-
-    There is a client for each job. With ``together``, the clients are threads of one process.
-    ``line`` is the one-way delay in seconds and the rate in Gbit/s of a proxy between server and
-    clients. A turn consists of ``steps_per_turn`` consecutive optimizer steps.
+    With ``split``, there is a client for each job, and with ``together``, the clients are threads
+    of one process. ``line`` is the one-way delay in seconds and the rate in Gbit/s of a proxy
+    between server and clients. A turn consists of ``steps_per_turn`` consecutive optimizer steps.
     """
 
     def __init__(
@@ -57,28 +41,29 @@ class Split(Side):
         stack: ExitStack,
         name: str,
         jobs: Sequence[Job],
-        split: SplitSettings,
+        split: SplitSettings | None,
+        cores: Collection[int],
         *,
-        server_cores: Collection[int],
-        client_cores: Collection[int],
+        server_cores: Collection[int] = (),
         line: tuple[float, float] | None = None,
         together: bool = False,
         steps_per_turn: int = 1,
     ) -> None:
         self._steps_per_turn = steps_per_turn
-        self._server = stack.enter_context(Worker(server_cores, Server, jobs, split))
         groups = [jobs] if together else [[job] for job in jobs]
-        self._clients = [
-            stack.enter_context(Worker(client_cores, Training, own, split)) for own in groups
-        ]
-        workers, invitations = [*self._clients, self._server], self._server.ask(Server.invite)
-        if line is not None:
-            every_core, address = os.sched_getaffinity(0), invitations[0].address
-            workers.append(stack.enter_context(Worker(every_core, Proxy, address, *line)))
-            address = workers[-1].ask(Proxy.address)
-            invitations = [replace(each, address=address) for each in invitations]
-        each = iter(invitations)
-        self._ask_clients(Training.begin, *([next(each) for _ in own] for own in groups))
+        self._clients = [stack.enter_context(Worker(cores, Training, own, split)) for own in groups]
+        self._servers, proxies = list[Worker](), list[Worker]()
+        if split is not None:
+            server = stack.enter_context(Worker(server_cores or cores, Server, jobs, split))
+            self._servers, invitations = [server], server.ask(Server.invite)
+            if line is not None:
+                every_core, address = os.sched_getaffinity(0), invitations[0].address
+                proxies = [stack.enter_context(Worker(every_core, Proxy, address, *line))]
+                address = proxies[0].ask(Proxy.address)
+                invitations = [replace(each, address=address) for each in invitations]
+            each = iter(invitations)
+            self._ask_clients(Training.begin, *([next(each) for _ in own] for own in groups))
+        workers = [*self._clients, *self._servers, *proxies]
         super().__init__(name, [worker.pid for worker in workers])
 
     def step(self) -> float:
@@ -87,22 +72,19 @@ class Split(Side):
         for _ in range(self._steps_per_turn):
             for own in self._ask_clients(Training.steps, *[1] * len(self._clients)):
                 losses += own
-            self._server.ask(Server.settle)
+            for server in self._servers:
+                server.ask(Server.settle)
         return mean(losses)
-
-    def server_seconds(self) -> float:
-        """Return the mean CPU seconds per turn of the server's process."""
-        return mean(turn[len(self._clients)] for turn in self.cpu[self.warm_up :])
 
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """End the round; return each client's traffic and times, and each lane's at the server."""
         own = [account for client in self._clients for account in client.ask(Training.accounts)]
-        return own, self._server.ask(Server.finish)
+        return own, self._servers[0].ask(Server.finish)
 
     def gpu_peaks(self) -> list[int]:
-        """Return the peaks of GPU memory in bytes: of all clients, and of the server."""
+        """Return the peaks of GPU memory in bytes: of all clients, and of the server, if any."""
         clients = sum(client.ask(gpu_peak) for client in self._clients)
-        return [clients, self._server.ask(gpu_peak)]
+        return [clients, *(server.ask(gpu_peak) for server in self._servers)]
 
     def _ask_clients(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a method in all clients' processes concurrently; return the results."""
@@ -111,7 +93,7 @@ class Split(Side):
         return [answer.result(ANSWER_SECONDS) for answer in answers]
 
 
-def alternate(sides: Sequence[Whole | Split], turns: int) -> None:
+def alternate(sides: Sequence[Processes], turns: int) -> None:
     """Measure all sides in turn."""
     for _ in range(turns):
         for side in sides:

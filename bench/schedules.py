@@ -14,9 +14,6 @@ Each schedule has separate processes: one for the server, and one for each clien
 clients is measured separately, because many processes slow each other down. CPU seconds are user
 and system time of all of a schedule's processes; *pairs* is the median of the turns' ratios.
 
-The last columns are the server's CPU seconds per sample, and centralised CPU seconds ÷ the
-server's: the limit of the speed-up with more client machines.
-
 In the first step, client-batch and the whole model compute the same, except that hidden states are
 sent in bfloat16; the run fails if their losses differ by more than 1e-2.
 """
@@ -29,7 +26,7 @@ from functools import partial
 
 from bench.harness import RATIOS, WARM_UP, command, make_table, ratios, show
 from bench.job import Job, random_examples, random_job
-from bench.parties import Split, Whole, alternate
+from bench.parties import Processes, alternate
 from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
 from split.settings import SplitSettings
@@ -59,13 +56,12 @@ def start(
     schedules: Sequence[str],
     cores: Collection[int],
     together: bool = False,
-) -> tuple[Whole, list[Split]]:
+) -> list[Processes]:
     """Start the whole model, and the clients and server of each schedule.
 
-    ``job`` is one client's job. Serial has one client. See `Split` for the other arguments.
+    ``job`` is one client's job. Serial has one client. See `Processes` for the other arguments.
     """
-    whole = Whole(stack, stacked(job, clients), cores)
-    sides = []
+    sides = [Processes(stack, "centralised", [stacked(job, clients)], None, cores)]
     for schedule in schedules:
         steps_per_turn = clients if schedule == "serial" else 1
         jobs = [
@@ -77,24 +73,23 @@ def start(
             for number in range(clients // steps_per_turn)
         ]
         sides.append(
-            Split(
+            Processes(
                 stack,
                 schedule,
                 jobs,
                 split.model_copy(update={"schedule": schedule}),
-                server_cores=cores,
-                client_cores=cores,
+                cores,
                 together=together,
                 steps_per_turn=steps_per_turn,
             )
         )
-    return whole, sides
+    return sides
 
 
-def check(whole: Whole, sides: Sequence[Split], tolerance: float) -> None:
-    """Exit if the first losses of the whole model and of client-batch differ."""
+def check(sides: Sequence[Processes], tolerance: float) -> None:
+    """Exit if the first losses of the whole model, the first side, and of client-batch differ."""
     for side in sides:
-        difference = abs(side.losses[0] - whole.losses[0])
+        difference = abs(side.losses[0] - sides[0].losses[0])
         if side.name == "client-batch" and not difference <= tolerance:
             raise SystemExit(f"the first loss of client-batch differs by {difference:.2e}")
 
@@ -108,22 +103,18 @@ def main() -> None:
     shape = Shape(vocabulary=2000)
     split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     table = make_table(
-        *("clients", "", "samples/s", *RATIOS, "target", "server s/sample", "limit"),
+        *("clients", "", "samples/s", *RATIOS, "target"),
     )
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
             with ExitStack() as stack:
-                whole, sides = start(stack, job, split, clients, SCHEDULES, core)
-                alternate([whole, *sides], job.steps)
-            check(whole, sides, _TOLERANCE)
+                sides = start(stack, job, split, clients, SCHEDULES, core)
+                alternate(sides, job.steps)
+            check(sides, _TOLERANCE)
             samples = clients * shape.rows * shape.micro_batches
-            for side in (whole, *sides):
-                rate = f"{samples / side.summary()[0]:.2f}"
-                target, server = TARGETS.get(side.name, ""), ["", ""]
-                if isinstance(side, Split):
-                    seconds = side.server_seconds()
-                    server = [f"{seconds / samples:.3f}", f"{whole.summary()[2] / seconds:.2f}"]
-                table.add_row(str(clients), side.name, rate, *ratios(whole, side), target, *server)
+            for side in sides:
+                cells = [f"{samples / side.summary()[0]:.2f}", *ratios(sides[0], side)]
+                table.add_row(str(clients), side.name, *cells, TARGETS.get(side.name, ""))
     show(
         f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
         "samples per second and ratios to centralised training",

@@ -27,9 +27,9 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.harness import RATIOS, WARM_UP, Side, command, compared_with, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, command, compared_with, make_table, ratios, show
 from bench.job import Job, random_job
-from bench.parties import Split, Whole, alternate
+from bench.parties import Processes, alternate
 from bench.shape import SEED, Shape
 from split.settings import SplitSettings
 
@@ -41,12 +41,14 @@ Account = dict[str, dict[str, float]]
 
 def start(
     stack: ExitStack, job: Job, split: SplitSettings, cores: Sequence[int]
-) -> tuple[Whole, list[Split]]:
+) -> list[Processes]:
     """Start every configuration; those with two cores only if there are two."""
     one, other = {cores[-1]}, {cores[0]}
-    whole = Whole(stack, job, one)
-    lane = partial(Split, stack, jobs=[job], split=split, server_cores=other, client_cores=one)
-    sides = [lane("split, all on this core", server_cores=one)]
+    lane = partial(Processes, stack, jobs=[job], split=split, cores=one, server_cores=other)
+    sides = [
+        lane("centralised", split=None),
+        lane("split, all on this core", server_cores=one),
+    ]
     if one != other:
         far = partial(lane, line=(_DELAY, _GIGABITS))
         sides += [
@@ -54,25 +56,24 @@ def start(
             far(f"… {1000 * _DELAY:g} ms each way, {_GIGABITS:g} Gbit/s"),
             far("… and window 1", split=split.model_copy(update={"window": 1})),
         ]
-    return whole, sides
+    return sides
 
 
-def compared(whole: Whole, sides: Sequence[Split]) -> Table:
+def compared(sides: Sequence[Processes]) -> Table:
     """Return each configuration's seconds, and its ratios to another configuration."""
     table = make_table("", "median", "minimum", "CPU", "÷", *RATIOS, "target")
-    every: list[Side] = [whole, *sides]
     # Lanes without a proxy are compared with the whole model, others with the two-core lane.
     bases = (None, 0, 0, 2, 2)
     targets = ("", "≤ 1.02", "≤ 0.75", "≤ 1.05", "")
-    for number, (side, base, target) in enumerate(zip(every, bases, targets, strict=False), 1):
+    for number, (side, base, target) in enumerate(zip(sides, bases, targets, strict=False), 1):
         cells = [f"{value:.3f}" for value in side.summary()]
         if base is not None:
-            cells += [f"({base + 1})", *ratios(side, every[base]), target]
+            cells += [f"({base + 1})", *ratios(side, sides[base]), target]
         table.add_row(f"({number}) {side.name}", *cells)
     return table
 
 
-def spent(side: Split) -> Account:
+def spent(side: Processes) -> Account:
     """Return a breakdown of a split side's time, in seconds per step, including the warm-up.
 
     A client's ``seconds_computing`` are CPU time of its thread, and ``cpu`` is the CPU time of a
@@ -95,7 +96,7 @@ def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
     """Train the first steps with wire type float32, and return their losses."""
     job, split = replace(job, steps=_COMPARED), split.model_copy(update={"wire_dtype": "float32"})
     with ExitStack() as stack:
-        side = Split(stack, "", [job], split, server_cores={core}, client_cores={core})
+        side = Processes(stack, "", [job], split, {core})
         return [side.step() for _ in range(_COMPARED)]
 
 
@@ -104,16 +105,14 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one[:_COMPARED], other[:_COMPARED], strict=True))
 
 
-def recorded(
-    whole: Whole, sides: Sequence[Split], accounts: Sequence[Account], wire: str
-) -> dict[str, Any]:
+def recorded(sides: Sequence[Processes], accounts: Sequence[Account], wire: str) -> dict[str, Any]:
     """Return times, their ratios to the whole model's and their breakdown, for a JSON file."""
     result = []
-    for side, account in zip((whole, *sides), (None, *accounts), strict=True):
+    for side, account in zip(sides, (None, *accounts), strict=True):
         times = dict(zip(("median", "minimum", "cpu"), side.summary(), strict=True))
-        entry = {"name": side.name, "seconds": times, "ratios": compared_with(side, whole)}
+        entry = {"name": side.name, "seconds": times, "ratios": compared_with(side, sides[0])}
         result.append(entry | ({"spent": account} if account else {}))
-    return {"pairs": len(whole.seconds) - WARM_UP, "wire": wire, "sides": result}
+    return {"pairs": len(sides[0].seconds) - WARM_UP, "wire": wire, "sides": result}
 
 
 def main() -> None:
@@ -127,18 +126,19 @@ def main() -> None:
     with ExitStack() as stack:
         job = stack.enter_context(random_job(shape, WARM_UP + arguments.pairs))
         exact = first_losses(job, split, cores[-1])
-        whole, sides = start(stack, job, split, cores)
-        alternate([whole, *sides], job.steps)
-        accounts = [spent(side) for side in sides]
+        sides = start(stack, job, split, cores)
+        alternate(sides, job.steps)
+        accounts = [spent(side) for side in sides[1:]]
+    whole = sides[0].losses
     most = max(sum(account["bytes"].values()) for account in accounts)
     differences = {
-        split.wire_dtype: max(difference(side.losses, whole.losses) for side in sides),
-        "float32": difference(exact, whole.losses),
+        split.wire_dtype: max(difference(side.losses, whole) for side in sides),
+        "float32": difference(exact, whole),
     }
     show(
         f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
         "seconds per step, and ratios",
-        compared(whole, sides),
+        compared(sides),
         f"at most {most / 1000:.1f} kilobytes per step in both directions, "
         f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes",
         *(
@@ -150,7 +150,7 @@ def main() -> None:
     if not differences["float32"] <= _TOLERANCE:
         raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
     if arguments.record:
-        result = recorded(whole, sides, accounts, split.wire_dtype)
+        result = recorded(sides, accounts, split.wire_dtype)
         arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

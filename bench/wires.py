@@ -15,7 +15,7 @@ import torch
 
 from bench.harness import command, make_table, show
 from bench.job import Job, as_examples, random_job
-from bench.parties import Split, Whole
+from bench.parties import Processes
 from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
 from finetuning.settings import AdapterSettings
@@ -47,9 +47,8 @@ def train_over(wire: WireType, job: Job) -> tuple[list[float], float]:
     """Train over a lane; return all steps' losses, and the bytes per step in both directions."""
     cores = sorted(os.sched_getaffinity(0))
     split = SplitSettings(wire_dtype=wire)
-    own, other = {cores[0]}, {cores[-1]}
     with ExitStack() as stack:
-        side = Split(stack, wire, [job], split, server_cores=own, client_cores=other)
+        side = Processes(stack, wire, [job], split, {cores[-1]}, server_cores={cores[0]})
         losses = [side.step() for _ in range(job.steps)]
         (account,), _ = side.accounts()
     return losses, (account["bytes_up"] + account["bytes_down"]) / job.steps
@@ -77,7 +76,7 @@ def main() -> None:
             losses, carried = train_over(wire, job)
             add(wire, losses, f"{carried / 1000:.1f}", f"{carried / _SHAPE.step_bytes:.4f}")
         with ExitStack() as stack:
-            whole = Whole(stack, job, os.sched_getaffinity(0))
+            whole = Processes(stack, "(none)", [job], None, os.sched_getaffinity(0))
             add("(none)", [whole.step() for _ in range(steps)])
     show(f"{_SHAPE}, {steps} steps, LoRA on all linear modules, seed {SEED}", table)
 
