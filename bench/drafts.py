@@ -14,8 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.harness import command, compared_with, make_table, show, use_one_core
-from bench.job import Job, random_examples
-from bench.shape import Shape
+from bench.job import Job, Shape, random_examples
 from bench.split_generation import continued, open_lanes, take_turns
 from chambers.drafts import find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts

@@ -32,11 +32,10 @@ from typing import Any
 import torch
 
 from bench.harness import RATIOS, WARM_UP, Worker, command, make_table, ratios, show
-from bench.job import Job, random_job
+from bench.job import SEED, Job, Shape, random_job
 from bench.local_training import HEADINGS, LONGEST, compare
 from bench.parties import alternate
 from bench.schedules import SCHEDULES, TARGETS, check, start
-from bench.shape import SEED, Shape
 from finetuning.settings import ModelSettings
 from split.settings import SplitSettings
 

@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from bench.harness import RATIOS, command, make_table, ratios, show, use_one_core
-from bench.job import Job, random_examples
-from bench.shape import Shape
+from bench.job import Job, Shape, random_examples
 from bench.split_generation import continued, open_lanes, take_turns
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer, locate

@@ -33,8 +33,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bench.harness import RATIOS, WARM_UP, Side, command, make_table, ratios, show, use_one_core
-from bench.job import Job, load_whole, random_job, whole_course
-from bench.shape import SEED, Shape
+from bench.job import SEED, Job, Shape, load_whole, random_job, whole_course
 from finetuning.data.tokenization import Example
 
 # Mean numbers of input and output tokens: court, consultation, reasoning (FedJudge, table 1).

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from bench.harness import Worker, command, make_table, show
-from bench.job import Course, Job, join, load_body, load_ends, open_model, random_job
+from bench.job import Course, Job, Shape, join, load_body, load_ends, open_model, random_job
 from bench.memory_use import Memory, SavedTensors, bytes_of
 from bench.parties import Server, Training
-from bench.shape import Shape
 from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 

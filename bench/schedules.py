@@ -25,9 +25,8 @@ from dataclasses import replace
 from functools import partial
 
 from bench.harness import RATIOS, WARM_UP, command, make_table, ratios, show
-from bench.job import Job, random_examples, random_job
+from bench.job import SEED, Job, Shape, random_examples, random_job
 from bench.parties import Processes, alternate
-from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
 from split.settings import SplitSettings
 

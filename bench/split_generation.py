@@ -21,7 +21,9 @@ import torch
 from bench.harness import RATIOS, Side, Worker, command, make_table, ratios, show, use_one_core
 from bench.job import (
     LIFETIME,
+    SEED,
     Job,
+    Shape,
     load_body,
     load_ends,
     load_whole,
@@ -30,7 +32,6 @@ from bench.job import (
     serving,
 )
 from bench.proxy import Proxy
-from bench.shape import SEED, Shape
 from finetuning.evaluation.generation import GREEDY, Answering
 from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel

@@ -28,9 +28,8 @@ from typing import Any
 from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, command, compared_with, make_table, ratios, show
-from bench.job import Job, random_job
+from bench.job import SEED, Job, Shape, random_job
 from bench.parties import Processes, alternate
-from bench.shape import SEED, Shape
 from split.settings import SplitSettings
 
 _COMPARED = 3  # number of first steps whose losses are compared

@@ -14,9 +14,8 @@ from typing import get_args
 import torch
 
 from bench.harness import command, make_table, show
-from bench.job import Job, as_examples, random_job
+from bench.job import SEED, Job, Shape, as_examples, random_job
 from bench.parties import Processes
-from bench.shape import SEED, Shape
 from finetuning.data.tokenization import Example
 from finetuning.settings import AdapterSettings
 from split.protocol.frames import WireType

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.job import LIFETIME, Course, Job, join, load_body, load_ends, open_model, serving
-from bench.shape import Shape
+from bench.job import LIFETIME, Course, Job, Shape, join, load_body, load_ends, open_model, serving
 from finetuning.adapters.adapter import State
 from finetuning.data.tokenization import Example
 from finetuning.evaluation.held_out import held_out_loss
