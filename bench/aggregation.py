@@ -92,42 +92,40 @@ class RandomClients(InProcessGrid):
         return answer(message, config, metrics | {"loss": 1.0}, arrays)
 
 
-def average(side: str, clients: int, blocks: int, folder: Path) -> tuple[ArrayRecord, float]:
-    """Run a round; return the average, and the seconds spent, except on generating replies."""
-    grid = RandomClients(clients, blocks)
-    initial = to_arrays(draw_adapter(blocks, 0))
-    started = time.perf_counter()
-    if side == "FedAvg":
-        strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients)
-        averaged = strategy.start(grid, initial, num_rounds=1).arrays
-    else:
-        # Only training is measured: the first of two rounds has no evaluation.
-        config = parse_run_config(
-            {"strategy": "fedjudge-base", "min-nodes": clients, "rounds": 2, "evaluate.every": 2}
-        )
-        results = Results(folder, config, "random", LoraConfig(r=RANK))
-        results.describe(FINGERPRINT)
-        own = FedJudgeBase(config, FINGERPRINT, Progress("bench", evaluated=True), results)
-        averaged = own.start(grid, initial, num_rounds=1).arrays
-        results.close()
-    return averaged, time.perf_counter() - started - grid.seconds
-
-
 class Averaging:
     """FedAvg or Chambers in its own process, warmed up with small adapters."""
 
     def __init__(self, side: str) -> None:
         logging.getLogger("flwr").setLevel(logging.ERROR)
         self._side = side
-        with tempfile.TemporaryDirectory() as folder:
-            average(side, clients=2, blocks=1, folder=Path(folder))
+        self._average(clients=2, blocks=1)
 
     def measure(self, clients: int) -> tuple[ArrayRecord, int, float]:
         """Run a round, and return the average, the peak memory in bytes, and the seconds."""
+        memory = Memory()
+        averaged, seconds = self._average(clients, _BLOCKS)
+        return averaged, memory.peak(), seconds
+
+    def _average(self, clients: int, blocks: int) -> tuple[ArrayRecord, float]:
+        """Return the average, and the seconds spent, except on generating replies."""
+        grid = RandomClients(clients, blocks)
+        initial = to_arrays(draw_adapter(blocks, 0))
         with tempfile.TemporaryDirectory() as folder:
-            memory = Memory()
-            averaged, seconds = average(self._side, clients, _BLOCKS, Path(folder))
-            return averaged, memory.peak(), seconds
+            started = time.perf_counter()
+            if self._side == "FedAvg":
+                strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients)
+                averaged = strategy.start(grid, initial, num_rounds=1).arrays
+            else:
+                # Only training is measured: the first of two rounds has no evaluation.
+                settings = {"min-nodes": clients, "rounds": 2, "evaluate.every": 2}
+                config = parse_run_config({"strategy": "fedjudge-base", **settings})
+                results = Results(Path(folder), config, "random", LoraConfig(r=RANK))
+                results.describe(FINGERPRINT)
+                own = FedJudgeBase(config, FINGERPRINT, Progress("bench", evaluated=True), results)
+                averaged = own.start(grid, initial, num_rounds=1).arrays
+                results.close()
+            seconds = time.perf_counter() - started - grid.seconds
+        return averaged, seconds
 
 
 def largest_difference(one: State, other: State) -> float:

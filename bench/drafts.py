@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.harness import command, compared_with, make_table, show, use_one_core
-from bench.job import Job, Shape, random_examples
+from bench.job import Job, Shape
 from bench.split_generation import continued, open_lanes, take_turns
 from chambers.drafts import find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
@@ -38,7 +38,7 @@ def main() -> None:
     tokenizer = load_tokenizer(directory)
     draft = find_draft("prompt", tokenizer).settings
     prompts = tokenize_prompts(prompt_rows([*_PROMPTS.values()]), tokenizer)
-    job = Job(directory, Shape(rows=1, columns=1024), 1, random_examples)
+    job = Job(directory, Shape(rows=1, columns=1024), steps=1)
     table = make_table(
         *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")
     )

@@ -37,7 +37,6 @@ from bench.local_training import HEADINGS, LONGEST, compare
 from bench.parties import alternate
 from bench.schedules import SCHEDULES, TARGETS, check, start
 from finetuning.settings import ModelSettings
-from split.settings import SplitSettings
 
 SIZES = {
     "tiny": Shape(hidden=64, blocks=4, vocabulary=128),
@@ -67,11 +66,10 @@ def measure(title: str, job: Job, clients: int, schedule: str) -> None:
         *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
         *("peak GB (clients + server)", "target"),
     )
-    split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     samples = clients * job.shape.rows * job.shape.micro_batches
     cores = os.sched_getaffinity(0)
     with ExitStack() as stack:
-        pair = start(stack, job, split, clients, [schedule], cores, together=True)
+        pair = start(stack, job, clients, [schedule], cores, together=True)
         alternate(pair, 1)
         check(pair, _TOLERANCE)
         alternate(pair, job.steps - 1)

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
-from statistics import mean, median
+from statistics import mean, median, stdev
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -155,6 +155,13 @@ def compared_with(one: Side, other: Side) -> dict[str, float]:
 def ratios(one: Side, other: Side) -> list[str]:
     """Format one side's time ÷ the other's, in the order of ``RATIOS``."""
     return [f"{value:.3f}" for value in compared_with(one, other).values()]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Format a mean and, if it isn't 0, the standard deviation."""
+    deviation = stdev(values) if len(values) > 1 else 0.0
+    text = f"{mean(values):.{digits}f}"
+    return f"{text} ± {deviation:.{digits}f}" if deviation else text
 
 
 def command(doc: str | None, pairs: int | None = None) -> ArgumentParser:

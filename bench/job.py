@@ -65,9 +65,7 @@ class Shape:
         """Minimum bytes on the wire per step: four tensors per micro-batch, 2 bytes per value."""
         return 4 * self.tokens * self.micro_batches * self.hidden * 2
 
-    def save(
-        self, directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-    ) -> None:
+    def save(self, directory: Path, dtype: torch.dtype, device: str) -> None:
         """Write the model with random weights, drawn on a device; exit if the disk is too full.
 
         Embedding and output head are separate tensors.
@@ -99,6 +97,23 @@ class Shape:
         model.save_pretrained(directory, max_shard_size=needed // self.blocks)
 
 
+def random_examples(job: "Job") -> list[Example]:
+    """Draw random tokens for every step; the second half of each example is the target."""
+    shape, generator = job.shape, torch.Generator().manual_seed(job.seed)
+    size = (shape.rows * shape.micro_batches * job.steps, shape.columns)
+    return as_examples(torch.randint(shape.vocabulary, size, generator=generator))
+
+
+def as_examples(rows: torch.Tensor) -> list[Example]:
+    """Convert tokens, (examples, columns), to examples; a row's second half is the target."""
+    prompt = rows.shape[1] // 2
+    is_target = torch.arange(rows.shape[1]) >= prompt
+    return [
+        Example(tokens=tokens, is_target=is_target, prompt_length=prompt, reference="", row=row)
+        for row, tokens in enumerate(rows)
+    ]
+
+
 @dataclass(frozen=True)
 class Job:
     """A training job: checkpoint, examples, number of steps, settings, devices and seed."""
@@ -106,7 +121,7 @@ class Job:
     directory: Path  # directory of the checkpoint
     shape: Shape
     steps: int  # number of optimizer steps
-    examples: "Callable[[Job], list[Example]]"
+    examples: "Callable[[Job], list[Example]]" = random_examples
     adapter: AdapterSettings = ADAPTER
     learning_rate: float = 2e-4
     model: ModelSettings = FLOAT32  # the model's name is not used
@@ -128,34 +143,16 @@ class Job:
         return initial_adapter(str(self.directory), self.adapter, self.seed, self.directory)[0]
 
 
-def random_examples(job: Job) -> list[Example]:
-    """Draw random tokens for every step; the second half of each example is the target."""
-    shape, generator = job.shape, torch.Generator().manual_seed(job.seed)
-    size = (shape.rows * shape.micro_batches * job.steps, shape.columns)
-    return as_examples(torch.randint(shape.vocabulary, size, generator=generator))
-
-
-def as_examples(rows: torch.Tensor) -> list[Example]:
-    """Convert tokens, (examples, columns), to examples; a row's second half is the target."""
-    prompt = rows.shape[1] // 2
-    is_target = torch.arange(rows.shape[1]) >= prompt
-    return [
-        Example(tokens=tokens, is_target=is_target, prompt_length=prompt, reference="", row=row)
-        for row, tokens in enumerate(rows)
-    ]
-
-
 @contextmanager
 def random_job(
     shape: Shape,
     steps: int,
-    examples: Callable[[Job], list[Example]] = random_examples,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Iterator[Job]:
-    """Write a random checkpoint to a temporary directory, and yield a job for it."""
+    """Write a random checkpoint to a temporary directory, and yield a job with these settings."""
     with tempfile.TemporaryDirectory() as directory:
-        job = Job(Path(directory), shape, steps, examples, **settings)
+        job = Job(Path(directory), shape, steps, **settings)
         shape.save(job.directory, dtype, job.client_device)
         if job.client_device != "cpu":
             torch.accelerator.empty_cache()  # for other processes

@@ -11,10 +11,11 @@ use the first GPU, and the processes are not bound to a core.
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from bench.harness import RATIOS, command, make_table, ratios, show, use_one_core
-from bench.job import Job, Shape, random_examples
+from bench.job import Job, Shape
 from bench.split_generation import continued, open_lanes, take_turns
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer, locate
@@ -32,14 +33,8 @@ def main() -> None:
     directory = locate("smollm2")
     questions = [f"May a tenant who owes {number} rents use the flat?" for number in range(_LANES)]
     prompts = tokenize_prompts(prompt_rows(questions), load_tokenizer(directory))
-    job = Job(
-        directory=directory,
-        shape=Shape(rows=1, columns=1024),
-        steps=1,
-        examples=random_examples,
-        client_device=device,
-        server_device=device,
-    )
+    own = Job(directory, Shape(rows=1, columns=1024), steps=1)
+    job = replace(own, client_device=device, server_device=device)
     with ExitStack() as stack:
         models, pids = open_lanes(stack, cores, job, [0.0] * _LANES)
         for model in models:

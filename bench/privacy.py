@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from opacus.accountants.utils import get_noise_multiplier
 
-from bench.harness import command, make_table, show
+from bench.harness import command, make_table, show, spread
 from chambers.in_process import InProcessGrid
 from client_app.fedjudge import base_model
 from client_app.institution import Institution, open_institution
@@ -71,9 +71,8 @@ def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         for node, institution in zip(nodes.values(), institutions, strict=True):
             if epsilon < math.inf:
-                noise.append(_least_noise(epsilon, config, institution.size))
                 file = Path(folder) / f"{institution.name}.toml"
-                _write_policy(file, epsilon, noise[-1])
+                noise.append(_write_policy(file, epsilon, config, institution.size))
                 node["policy"] = str(file)
         state = str(Path(folder) / "state")
         grid = InProcessGrid(values | {"state-path": state}, nodes)
@@ -84,8 +83,8 @@ def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
     return sorted(noise), losses
 
 
-def _least_noise(epsilon: float, config: RunConfig, rows: int) -> float:
-    """Return the least σ such that a client's run spends at most ε."""
+def _write_policy(file: Path, epsilon: float, config: RunConfig, rows: int) -> float:
+    """Write a policy with the least σ such that a client's run spends at most ε; return this σ."""
     steps = private_steps(PrivacyPolicy(), config.train, rows, config.rounds)
     noise: float = get_noise_multiplier(
         target_epsilon=epsilon,
@@ -93,16 +92,13 @@ def _least_noise(epsilon: float, config: RunConfig, rows: int) -> float:
         sample_rate=steps.sampling_rate,
         steps=steps.steps,
     )
-    return noise
-
-
-def _write_policy(file: Path, epsilon: float, noise: float) -> None:
     folder, name = file.parent, file.stem
     file.write_text(
         f'paths = ["{folder}"]\naudit-log = "{folder}/{name}.audit.jsonl"\n'
         f"[privacy]\nepsilon = {epsilon}\ndelta = {_DELTA}\nnoise-multiplier = {noise}\n"
         f'row-norm = {_ROW_NORM}\naccount = "{folder}/{name}.privacy.jsonl"\n'
     )
+    return noise
 
 
 def _loss(
@@ -130,8 +126,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as executor:
-        futures = {cell: executor.submit(run, *cell) for cell in cells}
-        outcomes = {cell: future.result() for cell, future in futures.items()}
+        outcomes = dict(zip(cells, executor.map(run, *zip(*cells, strict=True)), strict=True))
     table = make_table("ε", "σ of the clients", "held-out loss: base", "global", "personalised")
     for epsilon in _EPSILONS:
         noise, _ = outcomes[epsilon, 0]
@@ -139,14 +134,9 @@ def main() -> None:
         table.add_row(
             "∞" if epsilon == math.inf else f"{epsilon:g}",
             f"{noise[0]:.2f} to {noise[-1]:.2f}" if noise else "-",
-            *map(_spread, zip(*by_seed, strict=True)),
+            *(spread(values, digits=3) for values in zip(*by_seed, strict=True)),
         )
     show(f"FedJudge-Base, mean ± standard deviation over seeds ({seeds}), δ = {_DELTA:g}", table)
-
-
-def _spread(values: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}"
 
 
 if __name__ == "__main__":

@@ -38,13 +38,6 @@ _CONFIG: Mapping[str, Any] = {
 }
 
 
-def simulate(folder: Path) -> list[tuple[float, float]]:
-    """Run in simulation; return the result of `_run`."""
-    home = folder / "simulation"
-    with private_superlink(home) as link:
-        return _run(link, home, {"data.path": str(folder / "data")}, supernodes=len(_CLIENTS))
-
-
 def deploy(folder: Path, workers: bool) -> list[tuple[float, float]]:
     """Run on SuperNodes, with or without resident workers; return the result of `_run`."""
     home = folder / ("workers" if workers else "processes")
@@ -103,12 +96,16 @@ def main() -> None:
     """Measure, and print the tables."""
     command(__doc__).parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        _write_data(Path(folder) / "data")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        _write_data(folder / "data")
+        home, config = folder / "simulation", {"data.path": str(folder / "data")}
+        with private_superlink(home) as link:
+            simulated = _run(link, home, config, supernodes=len(_CLIENTS))
         measured = {
-            "simulation": simulate(Path(folder)),
-            "deployment": deploy(Path(folder), workers=False),
-            "deployment with workers": deploy(Path(folder), workers=True),
+            "simulation": simulated,
+            "deployment": deploy(folder, workers=False),
+            "deployment with workers": deploy(folder, workers=True),
         }
     rounds = make_table("", "round s", "slowest client's training s", "round ÷ training")
     for name, own in measured.items():

@@ -50,7 +50,6 @@ def own_examples(job: Job, client: int, clients: int) -> list[Example]:
 def start(
     stack: ExitStack,
     job: Job,
-    split: SplitSettings,
     clients: int,
     schedules: Sequence[str],
     cores: Collection[int],
@@ -60,28 +59,17 @@ def start(
 
     ``job`` is one client's job. Serial has one client. See `Processes` for the other arguments.
     """
-    sides = [Processes(stack, "centralised", [stacked(job, clients)], None, cores)]
+    side = partial(Processes, stack, cores=cores, together=together)
+    sides = [side("centralised", [stacked(job, clients)], None)]
     for schedule in schedules:
         steps_per_turn = clients if schedule == "serial" else 1
+        split = SplitSettings(schedule=schedule, activation_budget=2**20, frame_timeout=3600.0)
+        longer = replace(job, steps=steps_per_turn * job.steps)
         jobs = [
-            replace(
-                job,
-                steps=steps_per_turn * job.steps,
-                examples=partial(own_examples, client=number, clients=clients),
-            )
+            replace(longer, examples=partial(own_examples, client=number, clients=clients))
             for number in range(clients // steps_per_turn)
         ]
-        sides.append(
-            Processes(
-                stack,
-                schedule,
-                jobs,
-                split.model_copy(update={"schedule": schedule}),
-                cores,
-                together=together,
-                steps_per_turn=steps_per_turn,
-            )
-        )
+        sides.append(side(schedule, jobs, split, steps_per_turn=steps_per_turn))
     return sides
 
 
@@ -100,14 +88,13 @@ def main() -> None:
     arguments = parser.parse_args()
     core = {max(os.sched_getaffinity(0))}
     shape = Shape(vocabulary=2000)
-    split = SplitSettings(activation_budget=2**20, frame_timeout=3600.0)
     table = make_table(
         *("clients", "", "samples/s", *RATIOS, "target"),
     )
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
             with ExitStack() as stack:
-                sides = start(stack, job, split, clients, SCHEDULES, core)
+                sides = start(stack, job, clients, SCHEDULES, core)
                 alternate(sides, job.steps)
             check(sides, _TOLERANCE)
             samples = clients * shape.rows * shape.micro_batches
@@ -115,7 +102,7 @@ def main() -> None:
                 cells = [f"{samples / side.summary()[0]:.2f}", *ratios(sides[0], side)]
                 table.add_row(str(clients), side.name, *cells, TARGETS.get(side.name, ""))
     show(
-        f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
+        f"{shape}, {arguments.pairs} turns, wire type {SplitSettings().wire_dtype}, seed {SEED}",
         "samples per second and ratios to centralised training",
         table,
     )

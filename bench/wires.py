@@ -70,7 +70,9 @@ def main() -> None:
         table.add_row(name, *(carried or ("", "")), *values)
 
     ends: list[float] = []
-    with random_job(_SHAPE, steps, learnable_examples, adapter=_ADAPTER, learning_rate=3e-3) as job:
+    with random_job(
+        _SHAPE, steps, examples=learnable_examples, adapter=_ADAPTER, learning_rate=3e-3
+    ) as job:
         for wire in get_args(WireType):
             losses, carried = train_over(wire, job)
             add(wire, losses, f"{carried / 1000:.1f}", f"{carried / _SHAPE.step_bytes:.4f}")

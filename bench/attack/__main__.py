@@ -47,11 +47,11 @@ def main() -> None:
     record: dict[str, Any] = {**settings, "model digest": model, "covered": {}, "cells": []}
     for number, data in enumerate(arguments.data):
         if data == GENERATED:
-            texts = generated_texts(tokenizer, sizes.texts)
+            texts = generated_texts(tokenizer, sizes)
         else:
-            texts = texts_in(Path(data), tokenizer, sizes.texts)
-        attacked = Attacked(directory, texts, sizes)
-        record["covered"][texts.name] = texts.covered(sizes.texts, sizes.longest)
+            texts = texts_in(Path(data), tokenizer, sizes)
+        attacked = Attacked(directory, texts)
+        record["covered"][texts.name] = texts.covered()
         inputs = {"model digest": model, "texts digest": texts.digest()}
         cells = cells_of(texts.name, settings["blocks"], arguments.seeds, complete=number == 0)
         for cell in cells:

@@ -64,11 +64,9 @@ def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cel
     heads = [head for head in HEAD_BLOCKS if head + 2 <= blocks]
     by_seed: list[dict[str, Any]] = []
     for head in heads:
-        by_seed += [
-            {"attack": kind, "head_blocks": head} for kind in ("linear", "transformer", "search")
-        ]
-        if complete and head:
-            by_seed.append({"attack": "optimisation", "head_blocks": head})
+        more = ["optimisation"] if complete and head else []
+        kinds = ["linear", "transformer", "search", *more]
+        by_seed += [{"attack": kind, "head_blocks": head} for kind in kinds]
     if complete:
         both: tuple[Attack, ...] = ("transformer", "search")
         by_seed += [{"attack": k, "wire": wire} for wire in ("float32", "int8") for k in both]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.attack.cells import Cell, Sizes
+from bench.attack.cells import Cell
 from bench.attack.decoder import DecoderKind, train_decoder
 from bench.attack.gradients import Sent, client_gradient, read_labels
 from bench.attack.noisy_training import ADAPTER, train_with_noise
@@ -16,7 +16,7 @@ from bench.attack.optimisation import invert
 from bench.attack.public_head import PublicHead
 from bench.attack.texts import Texts
 from bench.job import FLOAT32
-from finetuning.adapters.adapter import State, load_state
+from finetuning.adapters.adapter import load_state
 from finetuning.data.batching import collate
 from finetuning.evaluation.scoring import score
 from split.model.adapters import take_apart
@@ -34,15 +34,16 @@ _MAX_WITHOUT_ADAPTER = 64
 class Attacked:
     """A client's texts, and the attacks on them; ``directory`` contains the attacked checkpoint."""
 
-    def __init__(self, directory: Path, texts: Texts, sizes: Sizes) -> None:
+    def __init__(self, directory: Path, texts: Texts) -> None:
         self._directory = directory
         self._texts = texts
-        self._sizes = sizes
+        self._sizes = texts.sizes
         # Consecutive cells share a head, which is loaded with the client's adapter and without one.
         self._head = functools.lru_cache(maxsize=2)(self._load_head)
         self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
         self._search = functools.lru_cache(maxsize=1)(self._prepare_search)
-        self._trained = functools.lru_cache(self._train)
+        train = functools.partial(train_with_noise, directory, texts)
+        self._trained = functools.lru_cache(train)
 
     def measure(self, cell: Cell) -> dict[str, float]:
         """Return the scores of a cell's attack or, for the attack ``loss``, the losses."""
@@ -52,7 +53,7 @@ class Attacked:
             return self._scores(*self._labels(cell))
         counts = {"search": self._sizes.searched, "optimisation": self._sizes.optimised}
         count = counts.get(cell.attack, self._sizes.decoded)
-        rows = self._texts.attacked_rows(count, self._sizes.longest, cell.seed)
+        rows = self._texts.attacked_rows(count, cell.seed)
         outputs = head_outputs(
             self._head(cell.head_blocks, cell.seed if cell.tuned else None), rows
         )
@@ -85,17 +86,14 @@ class Attacked:
             seen = [torch.randn(row.shape, generator=generator) for row in both]
         else:
             seen = as_received(both, cell.wire, cell.noise)
-        texts = [row[self._texts.known_of_colluding :] for row in self._training_rows()]
+        texts = [row[self._texts.known_of_colluding :] for row in self._texts.training_rows()]
         decoder = train_decoder(seen[: len(given)], texts, kind, cell.seed)
         return decoder.read(seen[len(given) :])
-
-    def _training_rows(self) -> list[Tensor]:
-        return self._texts.training_rows(self._sizes.texts, self._sizes.longest)
 
     def _colluding_outputs(self, head_blocks: int) -> list[Tensor]:
         """Compute the colluding client's hidden states, after its texts' common beginning."""
         # The colluding client's head lacks the attacked client's adapter.
-        outputs = head_outputs(self._head(head_blocks, None), self._training_rows())
+        outputs = head_outputs(self._head(head_blocks, None), self._texts.training_rows())
         return [row[self._texts.known_of_colluding :] for row in outputs]
 
     def _labels(self, cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
@@ -157,14 +155,3 @@ class Attacked:
     def _prepare_search(self, head_blocks: int) -> PublicHead:
         head, vocabulary = self._head(head_blocks, None), len(self._texts.tokenizer)
         return PublicHead(head, vocabulary, self._texts.beginning)
-
-    def _train(self, noise: float, seed: int) -> tuple[dict[str, float], State]:
-        return train_with_noise(
-            directory=self._directory,
-            training=self._texts.own,
-            held_out=self._texts.attacked[: self._sizes.measured],
-            steps=self._sizes.steps,
-            noise=noise,
-            seed=seed,
-            padding=self._texts.padding,
-        )

@@ -4,13 +4,13 @@ The real client and block server run in one process, connected by real lanes.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bench.attack.texts import Texts
 from bench.job import LIFETIME, Course, Job, Shape, join, load_body, load_ends, open_model, serving
 from finetuning.adapters.adapter import State
-from finetuning.data.tokenization import Example
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.settings import AdapterSettings
 from split.client.split_model import SplitModel
@@ -26,13 +26,7 @@ ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 
 
 def train_with_noise(
-    directory: Path,
-    training: Sequence[Example],
-    held_out: Sequence[Example],
-    steps: int,
-    noise: float,
-    seed: int,
-    padding: int,
+    directory: Path, texts: Texts, noise: float, seed: int
 ) -> tuple[dict[str, float], State]:
     """Train a split model in steps of 4 rows; its head and tail have one block each.
 
@@ -41,7 +35,8 @@ def train_with_noise(
     measured with the noise, too, and the adapter of the whole model.
     """
     split = SplitSettings(head_blocks=1, tail_blocks=1)
-    training = random.Random(seed).sample(list(training), len(training))
+    steps, held_out = texts.sizes.steps, texts.attacked[: texts.sizes.measured]
+    training = random.Random(seed).sample(texts.own, len(texts.own))
     columns = max(len(example.tokens) for example in (*training, *held_out))
     job = Job(
         directory=directory,
@@ -68,14 +63,14 @@ def train_with_noise(
             invitation = server.invite_to_evaluate(_CLIENT, round_number, models, LIFETIME)
             with lane(invitation) as model:
                 model.choose("measured", parts["head"] | parts["tail"])
-                return held_out_loss(model, held_out, padding, _ROWS).loss
+                return held_out_loss(model, held_out, texts.padding, _ROWS).loss
 
         loss_before = loss(0, initial)
         server.finish_lanes()
         server.begin_round({_CLIENT: len(training)}, seed)
         with lane(server.invite_to_train(_CLIENT, 1, seed, LIFETIME)) as model:
             join(model, job)
-            Course(job, model, model.parameters, padding).train(steps)
+            Course(job, model, model.parameters, texts.padding).train(steps)
             own = {name: value.detach().clone() for name, value in model.parameters.items()}
         server.finish_lanes()
         adapter = join_adapters([own, server.end_round({_CLIENT: 1.0})])

@@ -1,12 +1,12 @@
 """Tables of the attacks, made from the record."""
 
 import json
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from bench.attack.cells import Cell
+from bench.harness import spread
 
 _ATTACKS = {
     "linear": "decoder, linear",
@@ -133,11 +133,5 @@ def _count(cells: Sequence[Record]) -> str:
 
 def _spread(cells: Sequence[Record], score: str, scale: float = 100, digits: int = 1) -> str:
     """Format a result's mean and standard deviation over seeds; scores are in percent."""
-    if not cells:
-        return "–"
-    values = [scale * cell["result"][score] for cell in cells]
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    # A deviation of 0, for example if all tokens were read, is not shown.
-    return f"{statistics.mean(values):.{digits}f}" + (
-        f" ± {deviation:.{digits}f}" if deviation else ""
-    )
+    # The deviation is 0, for example, if all tokens were read.
+    return spread([scale * cell["result"][score] for cell in cells], digits) if cells else "–"

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.attack.cells import Sizes
 from finetuning.data.rows import Row, parse_messages, parse_rows
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
@@ -20,17 +21,19 @@ _LONGEST = 192  # maximum number of tokens of an example; the input is truncated
 
 
 class Texts:
-    """Tokenized texts; all texts of a client begin with the same template and instruction."""
+    """Tokenized texts; all texts of a client begin with the same template and instruction.
 
-    def __init__(
-        self, name: str, tokenizer: Any, colluding: list[Row], attacked: list[Row], own: list[Row]
-    ) -> None:
+    The three ``parts`` are the colluding client's texts, which the attacker knows, and the attacked
+    client's held-out and training texts.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, sizes: Sizes, parts: Iterable[list[Row]]) -> None:
         self.name = name
         self.tokenizer = tokenizer
+        self.sizes = sizes
         self.padding = int(tokenizer.pad_token_id)
-        parts = (tokenize(rows, tokenizer, _LONGEST)[0] for rows in (colluding, attacked, own))
-        # The texts that the attacker knows; the attacked client's held-out and training texts.
-        self.colluding, self.attacked, self.own = parts
+        examples = (tokenize(rows, tokenizer, _LONGEST)[0] for rows in parts)
+        self.colluding, self.attacked, self.own = examples
         # Lengths of the common beginnings, in tokens.
         self.known_of_colluding, self.known = _common(self.colluding), _common(self.attacked)
         self.beginning = self.attacked[0].tokens[: self.known]
@@ -41,16 +44,15 @@ class Texts:
         tokens = [[example.tokens.tolist() for example in part] for part in parts]
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
-    def training_rows(self, count: int, longest: int) -> list[torch.Tensor]:
-        """Return the first ``count`` colluding texts, truncated like the attacked texts."""
-        length = self.known_of_colluding + longest
-        return [example.tokens[:length] for example in self.colluding[:count]]
+    def training_rows(self) -> list[torch.Tensor]:
+        """Return the first colluding texts, truncated like the attacked texts."""
+        length = self.known_of_colluding + self.sizes.longest
+        return [example.tokens[:length] for example in self.colluding[: self.sizes.texts]]
 
-    def covered(self, count: int, longest: int) -> float:
+    def covered(self) -> float:
         """Return the share of the truncated attacked texts' tokens that are in `training_rows`."""
-        known = self.known_of_colluding
-        have = torch.cat([row[known:] for row in self.training_rows(count, longest)])
-        end = self.known + longest
+        have = torch.cat([row[self.known_of_colluding :] for row in self.training_rows()])
+        end = self.known + self.sizes.longest
         read = torch.cat([example.tokens[self.known : end] for example in self.attacked])
         return float(torch.isin(read, have).float().mean())
 
@@ -58,9 +60,10 @@ class Texts:
         """Choose attacked texts."""
         return random.Random(seed).sample(list(self.attacked), count)
 
-    def attacked_rows(self, count: int, longest: int, seed: int) -> list[torch.Tensor]:
-        """Choose attacked texts and truncate them ``longest`` tokens after the known beginning."""
-        return [example.tokens[: self.known + longest] for example in self.choose(count, seed)]
+    def attacked_rows(self, count: int, seed: int) -> list[torch.Tensor]:
+        """Choose attacked texts and truncate them some tokens after the known beginning."""
+        end = self.known + self.sizes.longest
+        return [example.tokens[:end] for example in self.choose(count, seed)]
 
     def text_of(self, tokens: torch.Tensor) -> str:
         """Decode tokens to text, without special tokens."""
@@ -68,24 +71,19 @@ class Texts:
         return text
 
 
-def generated_texts(tokenizer: Any, count: int) -> Texts:
+def generated_texts(tokenizer: Any, sizes: Sizes) -> Texts:
     """Generate the demonstration's texts: the court colludes, the consultancy is attacked."""
 
     def rows(style: str, split: Any) -> list[Row]:
-        found = examples(style, count, 0, split)
+        found = examples(style, sizes.texts, 0, split)
         return [Row(parse_messages(row), style, row) for row in found]
 
-    return Texts(
-        name=GENERATED,
-        tokenizer=tokenizer,
-        colluding=rows(_COLLUDING, "train"),
-        attacked=rows(_ATTACKED, "test"),
-        own=rows(_ATTACKED, "train"),
-    )
+    parts = (rows(_COLLUDING, "train"), rows(_ATTACKED, "test"), rows(_ATTACKED, "train"))
+    return Texts(name=GENERATED, tokenizer=tokenizer, sizes=sizes, parts=parts)
 
 
-def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
-    """Read the texts of two clients from BoolQ, at most ``count`` rows of each part.
+def texts_in(folder: Path, tokenizer: Any, sizes: Sizes) -> Texts:
+    """Read the texts of two clients from BoolQ, at most ``sizes.texts`` rows of each part.
 
     The folder has SuperGLUE's ``train.jsonl`` and ``val.jsonl``. The first half of the training
     rows belongs to the colluding client, the second half to the attacked client. Raise
@@ -93,13 +91,9 @@ def texts_in(folder: Path, tokenizer: Any, count: int) -> Texts:
     """
     training = _boolq(folder / "train.jsonl")
     half = len(training) // 2
-    return Texts(
-        name=folder.name,
-        tokenizer=tokenizer,
-        colluding=training[:half][:count],
-        attacked=_boolq(folder / "val.jsonl")[:count],
-        own=training[half:][:count],
-    )
+    parts = (training[:half], _boolq(folder / "val.jsonl"), training[half:])
+    most = (rows[: sizes.texts] for rows in parts)
+    return Texts(name=folder.name, tokenizer=tokenizer, sizes=sizes, parts=most)
 
 
 def _boolq(file: Path) -> list[Row]:
