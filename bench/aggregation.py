@@ -141,11 +141,10 @@ def main() -> None:
     command(__doc__).parse_args()
     size = sum(value.numel() for value in draw_adapter(_BLOCKS, 0).values())
     table = make_table("nodes", "", "peak MB", "÷ adapter", "seconds", "difference")
-    cores = os.sched_getaffinity(0)
     for nodes in _NODES:
         averages: list[State] = []
         for side in ("FedAvg", "Chambers"):
-            with Worker(cores, Averaging, side) as worker:
+            with Worker(os.sched_getaffinity(0), Averaging, side) as worker:
                 averaged, peak, seconds = worker.ask(Averaging.measure, nodes)
             averages.append(from_arrays(averaged))
             cells = [f"{peak / 1e6:,.0f}", f"{peak / (4 * size):.1f}", f"{seconds:.1f}"]

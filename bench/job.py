@@ -178,8 +178,7 @@ class Course:
         self._model, self._parameters, self._padding = model, parameters, padding
         size = job.shape.rows * job.shape.micro_batches
         order = [index % len(self._examples) for index in range(job.steps * size)]
-        in_order = [order[first : first + size] for first in range(0, len(order), size)]
-        self._steps = steps or in_order
+        self._steps = steps or [order[n : n + size] for n in range(0, len(order), size)]
         self._done = 0
         self._state: OptimizerState | None = None
         self.computing = 0.0  # CPU seconds of the threads that called ``train``

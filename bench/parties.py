@@ -98,9 +98,8 @@ def alternate(sides: Sequence[Processes], turns: int) -> None:
     for _ in range(turns):
         for side in sides:
             side.start()
-            loss = side.step()
+            side.losses.append(side.step())
             side.stop()
-            side.losses.append(loss)
 
 
 class Training:

@@ -44,10 +44,7 @@ def start(
     """Start every configuration; those with two cores only if there are two."""
     one, other = {cores[-1]}, {cores[0]}
     lane = partial(Processes, stack, jobs=[job], split=split, cores=one, server_cores=other)
-    sides = [
-        lane("centralised", split=None),
-        lane("split, all on this core", server_cores=one),
-    ]
+    sides = [lane("centralised", split=None), lane("split, all on this core", server_cores=one)]
     if one != other:
         far = partial(lane, line=(_DELAY, _GIGABITS))
         sides += [
