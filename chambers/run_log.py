@@ -37,9 +37,9 @@ class RunLog:
 
     def move_to(self, path: Path) -> None:
         """Move the log to a file, such as the log of a resumed run, and append new output there."""
-        if path == self.path:
-            return
         with self._lock, suppress(OSError):
+            if path == self.path:
+                return
             target = path.open("ab", buffering=0)
             with self.path.open("rb") as before:
                 shutil.copyfileobj(before, target)

@@ -66,20 +66,21 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     """
     ended = threading.Event()
 
+    def look_once() -> None:
+        # The ServerApp may be writing to the folder, so the next attempt may succeed.
+        with suppress(OSError, ValueError):
+            if not link.is_dir():
+                show(None)
+                return
+            directory = link.resolve()
+            # Until metrics are written, the run may still be refused, and its folder deleted.
+            if (directory / METRICS).exists():
+                log.move_to(directory / LOG)
+            show(look(directory))
+
     def follow() -> None:
-        over = False
-        while not over:
-            over = ended.wait(2.0)  # look once more after the end
-            # The ServerApp may be writing to the folder, so the next attempt may succeed.
-            with suppress(OSError, ValueError):
-                if not link.is_dir():
-                    show(None)
-                    continue
-                directory = link.resolve()
-                # Until metrics are written, the run may still be refused, and its folder deleted.
-                if (directory / METRICS).exists():
-                    log.move_to(directory / LOG)
-                show(look(directory))
+        while not ended.wait(2.0):
+            look_once()
 
     thread = threading.Thread(target=follow, name="view", daemon=True)
     thread.start()
@@ -88,3 +89,4 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+        look_once()

@@ -1,5 +1,6 @@
 """``chambers status``: show the status of a run from the files in its folder."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ class Status:
             if not (directory / name).is_file():
                 raise CommandError(f"{directory} is not the folder of a run: it has no {name}")
         if self.serve is not None:
+            # With this variable, metrics would be stored in files, and add up over requests.
+            os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
             from chambers.status_server import serve_status
 
             serve_status(directory, self.coordinator, self.serve)
