@@ -107,7 +107,7 @@ def _likely_tokens(changes: _Values, inputs: torch.Tensor, count: int) -> set[in
         [v for k, v in changes.items() if ".layers.0." in k and "lora_A" in k and "down" not in k]
     )
     covariance = torch.cov(inputs.T)
-    ridge = 1e-3 * covariance.diagonal().mean() * torch.eye(len(covariance))
+    ridge = 1e-3 * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
     whitening = torch.linalg.cholesky(torch.linalg.inv(covariance + ridge))
     whitened = normalize((inputs - inputs.mean(0)) @ whitening, dim=-1)
     basis = torch.linalg.qr((rows @ whitening).T).Q

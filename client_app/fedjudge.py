@@ -12,7 +12,6 @@ from flwr.common import log
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
-from client_app.privacy_account import private_steps
 from client_app.state import ClientState
 from client_app.task import Metrics, Task, training_metrics
 from client_app.unfinished_round import UnfinishedRound
@@ -67,10 +66,12 @@ def train(task: Task) -> tuple[State, Metrics]:
     parameters = trainable_parameters(model.peft_model)
     penalty = _penalty(task, model, parameters)
     optimizer_state = task.saved_optimizer()
-    unfinished = UnfinishedRound(task)
+    # A private round always begins anew: a second one that continued the same steps, with other
+    # noise, would reveal more than the recorded ε.
+    unfinished = None if task.site.privacy else UnfinishedRound(task)
     stages: Stages = model
     if terms := task.site.privacy:
-        local_round, stages = _privately(task, terms, model, parameters, unfinished)
+        local_round, stages = _privately(task=task, terms=terms, model=model, parameters=parameters)
     else:
         local_round = task.local_round()
     report, optimizer = train_round(
@@ -87,7 +88,6 @@ def train(task: Task) -> tuple[State, Metrics]:
     )
     adapter = export_adapter(model.peft_model)
     task.save(adapter, optimizer)
-    unfinished.remove()
     metrics = training_metrics(report)
     metrics["distance"] = distance(adapter, task.arrays[ARRAYS])
     if penalty is not None:
@@ -97,8 +97,10 @@ def train(task: Task) -> tuple[State, Metrics]:
         weighted, count = penalty.distance(), sum(value.numel() for value in adapter.values())
         metrics["importance-distance"], metrics["lambda"] = weighted, penalty.weight
         metrics["mean-importance-distance"] = weighted / count
-    if task.config.evaluate.alone:
+    if task.config.evaluate.alone and task.site.evaluates:
         _train_alone(task)
+    if unfinished is not None:
+        unfinished.remove()
     return adapter, metrics
 
 
@@ -106,7 +108,7 @@ def _train_alone(task: Task) -> None:
     """Train the model that learns from this client's rows alone, with the steps of the round.
 
     It starts from the run's first adapter, so there is none at a client that missed the first
-    round. If the time limit is reached, there is none, either; the round's result isn't lost.
+    round. If this training fails, there is none, either; the round's result isn't lost.
     """
     number, state, config = task.instruction.round, _state_alone(task), task.config
     adapter = task.arrays[ARRAYS] if number == 1 else state.adapter(number - 1)
@@ -126,8 +128,8 @@ def _train_alone(task: Task) -> None:
                 config=config.model_copy(update=settings),
             )
         )
-    except DeadlineError:
-        log(WARNING, "%s: too little time to train a model alone", task.institution.name)
+    except (DeadlineError, FloatingPointError, OSError) as error:
+        log(WARNING, "%s: no model is trained alone any more: %s", task.institution.name, error)
         state.forget_from(0)
 
 
@@ -175,11 +177,8 @@ def _privately(
     terms: PrivacyPolicy,
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
-    unfinished: UnfinishedRound,
 ) -> tuple[LocalRound, Stages]:
     """Return the steps and stages of a differentially private round, and record its ε.
-
-    An unfinished round that continues has the rows that were drawn, and its ε has been recorded.
 
     A row yields no example if ``data.max-length`` leaves no room for its output. Such rows are
     still sampled, with zero gradients: only the number of rows affects steps and sampling rates.
@@ -188,13 +187,9 @@ def _privately(
     # Fail before spending ε if the computation is impossible.
     task.steps(institution.size)
     model.row_gradients(collate(_TRIAL, institution.padding))
-    spent, drawn = private_steps(terms, task.config.train, institution.size), unfinished.drawn
-    if drawn is None:
-        task.site.spend(spent)
-        drawn = poisson_steps(len(institution.train), spent.sampling_rate, spent.steps)
-        unfinished.begin(drawn, parameters)
+    spent = task.site.spend(task.config, institution)
     local_round = LocalRound(
-        steps=drawn,
+        steps=poisson_steps(len(institution.train), spent.sampling_rate, spent.steps),
         first_step=(number - 1) * spent.steps,
         total_steps=task.config.rounds * spent.steps,
         seed=0,  # unused: a private round derives no randomness from a seed

@@ -45,6 +45,11 @@ class Site:
         terms = self.policy.privacy if self.policy else None
         return terms if terms and terms.epsilon is not None else None
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether models may be evaluated on the held-out rows."""
+        return self.policy is None or (self.policy.evaluation and self.privacy is None)
+
     def check_budget(self, config: RunConfig, institution: Institution, finished: int) -> None:
         """Raise ``PolicyError`` if the policy's ε doesn't suffice for a run's remaining rounds."""
         if self.privacy:
@@ -52,15 +57,17 @@ class Site:
             steps = private_steps(self.privacy, config.train, institution.size, rounds)
             PrivacyAccount(self.privacy).check(steps)
 
-    def spend(self, steps: PrivateSteps) -> None:
-        """Record the privacy loss of a round's steps before training.
+    def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
+        """Record the privacy loss of a round before training; return the steps of the round.
 
         Raise ``PolicyError`` if ε doesn't suffice, or ``AuditError`` if a file can't be written.
         """
         assert self.privacy is not None
+        steps = private_steps(self.privacy, config.train, institution.size)
         spent = PrivacyAccount(self.privacy).spend(steps, self.about)
         # Include all fields of the account, so that it can be restored from the audit log.
         self.record("privacy", epsilon=spent, delta=self.privacy.delta, **account_line(steps))
+        return steps
 
     def accept(
         self, instruction: Instruction, config: RunConfig, institution: Institution
@@ -73,8 +80,7 @@ class Site:
             return instruction
         policy = self.policy
         # If held-out rows are not used, their number need not be checked.
-        measured = policy.evaluation and self.privacy is None
-        instruction = replace(instruction, losses=instruction.losses and measured)
+        instruction = replace(instruction, losses=instruction.losses and self.evaluates)
         checks.check_request(
             policy=policy,
             kind=self.about["kind"],

@@ -1,7 +1,7 @@
 """An unfinished round on a client's disk, from which the round continues if it is repeated.
 
-A round is repeated if a run is resumed after the client's process, or the coordinator's, was
-killed. It continues only if all its inputs are the same.
+A round is repeated if the whole run failed and is resumed. It continues only if all its inputs are
+the same.
 """
 
 import hashlib
@@ -9,12 +9,11 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cached_property
-from logging import INFO
-from typing import Any
+from logging import INFO, WARNING
 
 import torch
 from flwr.common import log
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
 from client_app.task import Task
@@ -25,27 +24,30 @@ from finetuning.training.optimization import OptimizerState, export_optimizer
 
 
 class UnfinishedRound:
-    """Stores a round's progress every ``train.checkpoint-minutes``; 0 disables this.
-
-    ``drawn`` contains the rows of each step if they can't be derived from the run's seed.
-    """
+    """Stores a round's progress every ``train.checkpoint-minutes``; 0 disables this."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._folder = task.state.directory / "unfinished"
         self._seconds = 60 * task.config.train.checkpoint_minutes
         self._saved = time.monotonic()
-        self._found = self._read()
-        self.drawn: list[list[int]] | None = self._found.pop("drawn", None)
 
     def load(self) -> tuple[RoundProgress, State, OptimizerState] | None:
-        """Return the round's progress, adapter and optimizer state, or None if it is new."""
-        if not self._found:
+        """Return the progress, adapter and optimizer state, or None if there is no such round."""
+        try:
+            content = json.loads((self._folder / "progress.json").read_bytes())
+            if content.pop("inputs") != self._inputs():
+                return None
+            progress = RoundProgress(**content)
+            adapter = load_file(self._folder / "adapter.safetensors")
+            optimizer = load_file(self._folder / "optimizer.safetensors")
+        except FileNotFoundError:
             return None
-        progress = RoundProgress(**self._found)
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            log(WARNING, "%s: the checkpoint can't be read: %s", self._task.title, error)
+            return None
         log(INFO, "%s: continuing after step %d", self._task.title, len(progress.losses))
-        adapter = load_file(self._folder / "adapter.safetensors")
-        return progress, adapter, load_file(self._folder / "optimizer.safetensors")
+        return progress, adapter, optimizer
 
     def save_if_due(
         self,
@@ -53,44 +55,38 @@ class UnfinishedRound:
         parameters: Mapping[str, torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Store the progress after a step, if enough time has passed since the last time."""
-        if self._seconds and time.monotonic() >= self._saved + self._seconds:
-            adapter = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
-            self._write(progress, adapter, export_optimizer(optimizer, parameters))
+        """Store the progress after a step, if enough time has passed since the last time.
 
-    def begin(self, drawn: list[list[int]], parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Store the drawn rows before the first step, so that they aren't drawn again."""
-        self.drawn = drawn
-        if self._seconds:
-            adapter = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
-            self._write(RoundProgress(), adapter, {})  # with privacy, optimizers start anew
+        An error, such as a full disk, is only logged.
+        """
+        if not self._seconds or time.monotonic() < self._saved + self._seconds:
+            return
+        adapter = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
+        try:
+            with replacing(self._folder) as aside:
+                aside.mkdir(parents=True)
+                save_file(adapter, aside / "adapter.safetensors")
+                save_file(export_optimizer(optimizer, parameters), aside / "optimizer.safetensors")
+                content = {"inputs": self._inputs(), **asdict(progress)}
+                write_json(aside / "progress.json", content)
+        except (OSError, SafetensorError) as error:
+            log(WARNING, "%s: the checkpoint can't be written: %s", self._task.title, error)
+        self._saved = time.monotonic()
 
     def remove(self) -> None:
         """Remove the stored progress after the end of the round."""
         remove_whole(self._folder)
 
-    def _write(self, progress: RoundProgress, adapter: State, optimizer: OptimizerState) -> None:
-        with replacing(self._folder) as aside:
-            aside.mkdir(parents=True)
-            save_file(adapter, aside / "adapter.safetensors")
-            save_file(optimizer, aside / "optimizer.safetensors")
-            content = {"inputs": self._inputs, "drawn": self.drawn, **asdict(progress)}
-            write_json(aside / "progress.json", content)
-        self._saved = time.monotonic()
-
-    def _read(self) -> dict[str, Any]:
-        file = self._folder / "progress.json"
-        found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
-        return found if found.pop("inputs", None) == self._inputs else {}
-
-    @cached_property
     def _inputs(self) -> str:
-        """Digest of all that determines the round's result, except the random draws of privacy."""
+        """Return a digest of all that determines the round's result."""
         task, config = self._task, self._task.config
-        settings: list[Any] = [config.strategy, task.instruction.round, config.rounds, config.seed]
-        sections = (config.train, config.adapter, config.continual, config.fedprox)
-        settings += [section.model_dump_json() for section in sections]
-        settings.append(task.site.privacy.model_dump_json() if task.site.privacy else "")
+        settings = [
+            str((config.strategy, config.seed, config.rounds, task.instruction.round)),
+            config.train.model_dump_json(exclude={"checkpoint_minutes"}),
+            *(s.model_dump_json() for s in (config.model, config.adapter, config.continual)),
+            config.fedprox.model_dump_json(),
+            task.instruction.base,
+        ]
         inputs = hashlib.sha256(json.dumps(settings).encode())
         for name in sorted(task.arrays):
             inputs.update(name.encode() + save(task.arrays[name]))

@@ -56,6 +56,10 @@ def latest_values(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
         # Text isn't generated in every round: keep the previous score if there is no new one.
         known = {key: value for key, value in event.items() if value is not None}
         models.get(event.get("model", ""), {}).update(known)
+    for models in latest.values() if has_alone else ():
+        # A client whose training alone has failed has no such model any more.
+        if models["alone"].get("round", 0) < models["global"].get("round", 0):
+            models["alone"].clear()
     return dict(sorted(latest.items()))
 
 

@@ -319,7 +319,10 @@ def test_cuts_and_a_killed_client_disturb_no_answer_and_leave_nothing(run_folder
     words = (run_folder, "--max-tokens", 8 * 144, "--max-prompt-length", 64)
     counts = []
     for turn in range(2):  # the first turn also opens files that stay open
-        with serving_here(tmp_path / str(turn), *words, resume_timeout=10.0) as (address, files):
+        with serving_here(tmp_path / str(turn), *words, lifetime=600.0, resume_timeout=10.0) as (
+            address,
+            files,
+        ):
             alpha, beta = proxies = Proxy(address), Proxy(address)
             for client, proxy in zip(("alpha", "beta"), proxies, strict=True):
                 content = json.loads(files[client].read_text())

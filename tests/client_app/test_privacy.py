@@ -67,6 +67,32 @@ class Sites(InProcessGrid):
         ]
 
 
+@pytest.fixture
+def settings(values: dict, tmp_path: Path) -> dict:
+    changes = {"strategy": "fedjudge-base", "rounds": 2, "data.path": "", "state-path": ""}
+    return values | changes | {"state-path": str(tmp_path / "state")}
+
+
+@pytest.fixture
+def policy(tmp_path: Path, checkpoint: Path):
+    """Return a function that writes a policy with differential privacy."""
+
+    def write(epsilon: float, name: str = "site") -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        file = folder / "policy.toml"
+        file.write_text(
+            f'paths = ["{checkpoint}", "{tmp_path}"]\n'
+            f'audit-log = "{folder / "audit.jsonl"}"\n'
+            "[split]\nallowed = false\n"
+            f"[privacy]\nepsilon = {epsilon}\ndelta = 1e-3\nnoise-multiplier = 2.0\n"
+            f'account = "{folder / "privacy.jsonl"}"\n'
+        )
+        return file
+
+    return write
+
+
 def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -1,50 +1,41 @@
 """A client that is killed in a round continues from its checkpoint when the round is repeated."""
 
-import json
 import os
 import shutil
 import signal
-import threading
-from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 
 import pytest
 
-from tests.client_app.test_privacy import Sites, lines
-from tests.in_process import MemoryJournal, run_in_process
+from client_app import fedjudge
+from client_app.unfinished_round import UnfinishedRound
+from tests.in_process import run_in_process
 from tests.marks import nightly
-from tests.strategies.grids import same, start
-from tests.waiting import wait_until
+from tests.strategies.grids import same
 
-STEPS = 6
-
-
-def steps_done(folder):
-    """Return how many steps of an unfinished round are stored below a folder."""
-    with suppress(FileNotFoundError, ValueError):
-        (file,) = folder.rglob("alpha/unfinished/progress.json")
-        return len(json.loads(file.read_text())["losses"])
-    return 0
+STEPS = 4
 
 
-def run_until_killed(run, folder):
-    """Run until a few steps of alpha's round are stored, and kill this process."""
+class Killing(UnfinishedRound):
+    """Kill this process after the checkpoint of alpha's second step."""
 
-    def kill():
-        wait_until(lambda: steps_done(folder) >= 2, 120)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def save_if_due(self, progress, parameters, optimizer):
+        super().save_if_due(progress, parameters, optimizer)
+        if self._task.institution.name == "alpha" and len(progress.losses) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=kill, daemon=True).start()
+
+def run_until_killed(run):
+    fedjudge.UnfinishedRound = Killing
     run()
 
 
-def killed(run, folder):
-    process = get_context("spawn").Process(target=run_until_killed, args=(run, folder))
+def killed(run):
+    process = get_context("spawn").Process(target=run_until_killed, args=(run,))
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL
-    assert 2 <= steps_done(folder) < STEPS
 
 
 @pytest.mark.slow
@@ -65,10 +56,10 @@ def test_a_killed_client_s_round_equals_an_unbroken_one(values, tmp_path, caplog
     shutil.copytree(tmp_path / "unbroken", tmp_path / "killed")
     unbroken = run_in_process(values, tmp_path / "unbroken", 3, start=begun)
     again = partial(run_in_process, values, tmp_path / "killed", 3, start=begun)
-    killed(again, tmp_path / "killed")
+    killed(again)
     with caplog.at_level("INFO"):
         continued = again()
-    assert "alpha, round 2: continuing after step" in caplog.text
+    assert "alpha, round 2: continuing after step 2" in caplog.text
     assert same(continued.adapters[2], unbroken.adapters[2])
     assert all(same(continued.kept[name], unbroken.kept[name]) for name in unbroken.kept)
     losses = [
@@ -80,32 +71,30 @@ def test_a_killed_client_s_round_equals_an_unbroken_one(values, tmp_path, caplog
 
 
 @pytest.mark.slow
-def test_other_inputs_begin_the_round_anew(values, tmp_path, caplog):
+@pytest.mark.parametrize("change", ["learning rate", "damage"])
+def test_other_inputs_and_a_damaged_file_begin_the_round_anew(values, tmp_path, caplog, change):
     values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": STEPS}
     values |= {"train.checkpoint-minutes": 1e-9}
-    killed(partial(run_in_process, values, tmp_path / "killed", 3), tmp_path / "killed")
-    changed = values | {"train.learning-rate": 0.5 * values.get("train.learning-rate", 2e-4)}
+    killed(partial(run_in_process, values, tmp_path / "killed", 3))
+    if change == "damage":
+        (file,) = (tmp_path / "killed").rglob("unfinished/adapter.safetensors")
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        values |= {"train.learning-rate": 1e-5}
     with caplog.at_level("INFO"):
-        found = run_in_process(changed, tmp_path / "killed", 3)
+        found = run_in_process(values, tmp_path / "killed", 3)
     assert "continuing" not in caplog.text
-    assert same(found.adapters[1], run_in_process(changed, tmp_path / "other", 3).adapters[1])
+    assert same(found.adapters[1], run_in_process(values, tmp_path / "other", 3).adapters[1])
 
 
-def run_private(settings, client_folders, policies):
-    start(settings, Sites(settings, client_folders, policies), MemoryJournal())
-
-
-@pytest.mark.slow
-def test_no_private_step_is_counted_twice_or_drawn_again(
-    settings, client_folders, policy, tmp_path
-):
-    settings |= {"rounds": 1, "train.local-steps": STEPS, "train.checkpoint-minutes": 1e-9}
-    run = partial(run_private, settings, client_folders, {"alpha": policy(50.0)})
-    killed(run, tmp_path / "state")
-    (stored,) = (tmp_path / "state").rglob("alpha/unfinished/progress.json")
-    drawn = json.loads(stored.read_text())["drawn"]
-    assert len(drawn) == STEPS
-    run()
-    (spent,) = lines(tmp_path / "site" / "privacy.jsonl")
-    assert spent["steps"] == STEPS
-    assert not list((tmp_path / "state").rglob("unfinished"))
+def test_a_full_disk_costs_only_the_checkpoint(values, tmp_path, caplog):
+    """The checkpoint's folder can't be written, because there is a file in its place."""
+    values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": 2}
+    expected = run_in_process(values, tmp_path / "one", 3)
+    lineage = next((tmp_path / "one").iterdir()).name
+    for name in ("alpha", "beta", "gamma"):
+        (tmp_path / "two" / lineage / name).mkdir(parents=True)
+        (tmp_path / "two" / lineage / name / "unfinished").write_text("")
+    found = run_in_process(values | {"train.checkpoint-minutes": 1e-9}, tmp_path / "two", 3)
+    assert "the checkpoint can't be written" in caplog.text
+    assert same(found.adapters[1], expected.adapters[1])

@@ -265,3 +265,5 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
+        for end in self._sockets:
+            end.close()
