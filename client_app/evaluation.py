@@ -29,8 +29,8 @@ class Evaluation:
     ) -> None:
         """Measure a model's held-out loss and, if configured, score its generated answers.
 
-        ``kind`` is ``base``, ``global`` or ``personalised``. Before the first round and after the
-        last, answers are also sent as text if the run config requests this.
+        ``kind`` is one of ``MODELS``. Before the first round and after the last, answers are also
+        sent as text if the run config requests this.
         """
         settings, test = task.config.evaluate, task.institution.test
         held_out = held_out_loss(
