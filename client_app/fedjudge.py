@@ -66,8 +66,8 @@ def train(task: Task) -> tuple[State, Metrics]:
     parameters = trainable_parameters(model.peft_model)
     penalty = _penalty(task, model, parameters)
     optimizer_state = task.saved_optimizer()
-    # A private round always begins anew: a second one that continued the same steps, with other
-    # noise, would reveal more than the recorded ε.
+    # A private round always starts from its first step: another round that continued the same
+    # steps, with different noise, would reveal more than the recorded ε.
     unfinished = None if task.site.privacy else UnfinishedRound(task)
     stages: Stages = model
     if terms := task.site.privacy:
