@@ -51,10 +51,11 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     """Return the number of actors in a simulation.
 
     If all clients must train concurrently, each has its own actor. Otherwise, clients take turns on
-    one actor per GPU or, without GPUs, per core, if memory allows. On CPUs, except with fl-glm,
-    each client has its own actor if there are fewer than two clients per core, so that no core is
-    idle. Raise ``UserError`` if the model can't be downloaded, or if the schedule requires that all
-    clients train concurrently and this machine can't simulate that.
+    one actor per GPU (one for all GPUs with ``model.devices = "all"``) or, without GPUs, per core,
+    if memory allows. On CPUs, except with fl-glm, each client has its own actor if there are fewer
+    than two clients per core, so that no core is idle. Raise ``UserError`` if the model can't be
+    downloaded, or if the schedule requires that all clients train concurrently and this machine
+    can't simulate that.
     """
     weights = _weight_bytes(config)
     in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
@@ -69,6 +70,8 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
         at_most = min(in_memory, by_flower, 2 * machine.cores - 1)
         if config.strategy != "fl-glm" and not machine.gpus and clients <= at_most:
             return clients
+        if machine.gpus and config.model.devices == "all":
+            return 1
         return min(clients, machine.gpus or machine.cores, machine.cores, in_memory)
     if clients > min(in_memory, by_flower):
         what = f'split.schedule = "{split.schedule}"'
@@ -84,13 +87,13 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
 
 
 def gpus_of_each(actors: int, gpus: int) -> float:
-    """Return the number of GPUs per actor: one, or a fraction if there are more actors than GPUs.
+    """Return the number of GPUs per actor, a fraction if there are more actors than GPUs.
 
     Ray can't assign parts of two GPUs to one actor. Ray's smallest unit is 0.0001 GPU.
     """
     if not gpus:
         return 0.0
-    return 10_000 // math.ceil(actors / gpus) / 10_000
+    return gpus // actors or 10_000 // math.ceil(actors / gpus) / 10_000
 
 
 def checkpoint_of(config: RunConfig) -> Path | None:

@@ -48,6 +48,8 @@ def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) 
     the activations don't fit, because their size is an estimate.
     """
     client, server = _estimate(config, checkpoint)
+    if config.model.devices == "all":
+        free = [sum(free)]
     each = math.ceil(actors / len(free))
     text = f"GPU memory: {client} for a client"
     fixed, total = each * (client.context + client.weights), each * client.total

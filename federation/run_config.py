@@ -184,6 +184,11 @@ class RunConfig(Section):
     def _can_be_split(self) -> "RunConfig":
         if self.strategy != "fl-glm":
             return self
+        if self.model.devices == "all":
+            raise ValueError(
+                'model.devices = "all" needs the whole model at each client; strategy = "fl-glm" '
+                "splits it (see split.body-devices)"
+            )
         if self.evaluate.alone:
             raise ValueError(
                 'evaluate.alone needs the whole model at each client; strategy = "fl-glm" splits it'

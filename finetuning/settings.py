@@ -44,6 +44,12 @@ class ModelSettings(Section):
     quantization: Literal["none", "nf4", "int8"] = Field(
         "none", description="Quantisation of the frozen weights by bitsandbytes."
     )
+    devices: Literal["first", "all"] = Field(
+        "first",
+        description="Accelerators of a client's whole model: the first one, or all that the "
+        "client's process sees, each with some of the blocks, in proportion to the free memory. "
+        "With `fl-glm`, see `split.body-devices`.",
+    )
     gradient_checkpointing: bool = Field(
         False, description="Trade speed for memory by recomputing activations in the backward pass."
     )

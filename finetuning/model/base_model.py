@@ -15,6 +15,7 @@ from finetuning.model.checkpoint import WEIGHTS, problem_of
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
 from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
+from finetuning.model.placement import accelerators, device_map, hand_over, path_of_blocks
 from finetuning.model.tiny import build_tiny
 from finetuning.settings import ModelSettings
 
@@ -107,11 +108,33 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     Raise a BaseModelError if the checkpoint can't be found or loaded, or isn't a causal text model.
     """
     directory = locate(settings.name)
-    model = load_checkpoint(directory, **loading_arguments(settings))
+    arguments = loading_arguments(settings)
+    if settings.devices == "all" and len(devices := accelerators()) > 1:
+        whole = outline(directory)
+        if path := path_of_blocks(whole, whole.config.num_hidden_layers):
+            arguments["device_map"] = device_map(whole, path, devices)
+    model = load_checkpoint(directory, **arguments)
+    hand_over(model, arguments["device_map"])
     prepare(model, settings)
     refuse_unless_causal(model, directory)
     tokenizer, named = load_tokenizer(directory), reference(settings.name, directory)
     return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
+
+
+@one_at_a_time()
+def outline(directory: Path) -> Any:
+    """Build a checkpoint's causal language model without memory for its weights.
+
+    Raise a BaseModelError if the architecture is unknown, or is not a causal language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
 
 
 def load_checkpoint(directory: Path, **arguments: Any) -> Any:

@@ -77,6 +77,8 @@ def output_head(
     for ``input_ids``, ``inputs_embeds`` and ``past_key_values``.
     """
     head = copy.copy(causal_lm)
+    # If the blocks are on several devices, accelerate's ``forward`` is bound to ``causal_lm``.
+    vars(head).pop("forward", None)
     head._modules = dict(causal_lm._modules)
     setattr(head, causal_lm.base_model_prefix, _Backbone(compute))
     return head

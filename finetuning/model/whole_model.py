@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from peft.utils.integrations import map_cache_to_layer_device_map
 
 from finetuning.adapters.adapter import trainable_parameters
 from finetuning.adapters.prefixes import columns_of, prefix_cache, shifted, with_dropout
@@ -38,7 +39,7 @@ class WholeModel:
         self._prefix_dropout = prefix_dropout
         self.deadline = math.inf
         causal_lm = getattr(peft_model, "get_base_model", lambda: peft_model)()
-        self._config, self._dtype = causal_lm.config, causal_lm.dtype
+        self._causal_lm, self._config, self._dtype = causal_lm, causal_lm.config, causal_lm.dtype
         self.end_tokens = end_tokens(causal_lm)
         self._backbone = causal_lm.base_model
         # Use a hook, because `generate` of transformers calls the backbone for each token.
@@ -228,13 +229,15 @@ class WholeModel:
         rate = self._prefix_dropout * self.peft_model.training
         prefix = with_dropout(self._prefix, rows, rate)
         blocks = dict(enumerate(torch.split(prefix, columns_of(self._config), dim=-1)))
-        return prefix_cache(
+        cache = prefix_cache(
             prefixes=blocks,
             length=self.columns_before,
             config=self._config,
             rows=rows,
             dtype=self._dtype,
         )
+        map_cache_to_layer_device_map(self._causal_lm, cache)
+        return cache
 
     def _before_forward(self, _: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
         """Check the deadline, and remove a mask that masks nothing."""

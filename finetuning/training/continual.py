@@ -101,7 +101,7 @@ class ContinualPenalty(Penalty):
         if self._over == "all":
             slopes = (1 + 2 * distances.sum()).expand(len(distances))
         gradients = [
-            slope * j * change.sign()
+            slope.to(j.device) * j * change.sign()
             for slope, j, change in zip(slopes, self._importance, self._changes(), strict=True)
         ]
         if self._share:
@@ -111,6 +111,7 @@ class ContinualPenalty(Penalty):
 
     @torch.no_grad()
     def _distances(self) -> torch.Tensor:
-        """Return Σ J·|W − Ŵ| of each tensor, (tensors,) float64."""
+        """Return Σ J·|W − Ŵ| of each tensor, (tensors,) float64, on the first tensor's device."""
         pairs = zip(self._importance, self._changes(), strict=True)
-        return torch.stack([(j * change.abs()).sum() for j, change in pairs]).double()
+        device = self._importance[0].device
+        return torch.stack([(j * change.abs()).sum().to(device) for j, change in pairs]).double()

@@ -93,8 +93,9 @@ def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict
 
     A row's norm includes all weights. A row whose gradient is not finite counts as 0.
     """
+    first = next(iter(gradients.values()))
     squares = sum(
-        torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64).square()
+        torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64).square().to(first.device)
         for g in gradients.values()
     )
     norms = torch.as_tensor(squares).sqrt()
@@ -102,7 +103,9 @@ def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict
     scales = torch.where(finite, (row_norm / norms).clamp(max=1), 0)
     return {
         name: torch.einsum(
-            "r,r...->...", scales.to(g), g.where(finite.view(-1, *[1] * (g.ndim - 1)), 0)
+            "r,r...->...",
+            scales.to(g),
+            g.where(finite.to(g.device).view(-1, *[1] * (g.ndim - 1)), 0),
         )
         for name, g in gradients.items()
     }

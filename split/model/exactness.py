@@ -14,7 +14,7 @@ from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.files import cache_directory, replacing
 from finetuning.model.backbone_inputs import left_padding
-from finetuning.model.base_model import BaseModelError, refuse_unless_causal
+from finetuning.model.base_model import BaseModelError, outline, refuse_unless_causal
 from finetuning.model.fingerprint import config_digest
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -23,7 +23,7 @@ from split.model.generation import Generation
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.miniature import miniature
-from split.model.partition import PARTIES, Partition, outline
+from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
 
 _PREFIX = AdapterSettings(kind="prefix", prefix_length=5)

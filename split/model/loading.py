@@ -16,22 +16,23 @@ from finetuning.model.base_model import (
     fetch,
     loading_arguments,
     locate,
+    outline,
     prepare,
     refuse_quantized,
 )
 from finetuning.model.checkpoint import WEIGHTS
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
+from finetuning.model.placement import hand_over
 from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
-from split.model.devices import device_map, hand_over
+from split.model.devices import map_of_part
 from split.model.part import Part
 from split.model.partition import (
     PARTIES,
     Partition,
     PartyName,
     full_names,
-    outline,
     part_class,
     partition_of,
     tensors_of_part,
@@ -110,7 +111,7 @@ def load_parts(
             key: StoredTensor(checkpoint, name, arguments["dtype"]) for key, name in sources.items()
         } | _shared(whole=whole, checkpoint=checkpoint, held=held, sources=sources, full=full)
         if devices:
-            arguments["device_map"] = device_map(
+            arguments["device_map"] = map_of_part(
                 whole=whole, partition=partition, party=party, devices=devices
             )
         model = _load(kind=kind, config=whole.config, state=state, arguments=arguments)

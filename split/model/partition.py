@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from finetuning.model.base_model import BaseModelError
-from finetuning.model.one_at_a_time import one_at_a_time
+from finetuning.model.placement import path_of_blocks
 from split.settings import SplitSettings
 
 PartyName = Literal["head", "body", "tail"]
@@ -84,22 +84,6 @@ def partition_of(directory: Path, settings: SplitSettings) -> Partition:
     if problem is not None:
         raise BaseModelError(problem)
     return Partition(blocks, settings.head_blocks, settings.tail_blocks)
-
-
-@one_at_a_time()
-def outline(directory: Path) -> Any:
-    """Build a checkpoint's causal language model without memory for its weights.
-
-    Raise a BaseModelError if the architecture is unknown, or is not a causal language model.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
 
 
 def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
@@ -169,13 +153,13 @@ def blocks_of(model: Any, blocks: int) -> str:
 
     Raise a BaseModelError if the blocks are not in one list.
     """
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == blocks:
-            return str(path)
-    raise BaseModelError(
-        f"split learning can't divide {type(model).__name__}: its {blocks} blocks are not in a "
-        "single list"
-    )
+    path = path_of_blocks(model, blocks)
+    if path is None:
+        raise BaseModelError(
+            f"split learning can't divide {type(model).__name__}: its {blocks} blocks are not in a "
+            "single list"
+        )
+    return path
 
 
 def _keep(model: Any, partition: Partition, party: PartyName) -> None:

@@ -76,13 +76,17 @@ def evaluated(model) -> dict:
     }
 
 
-def train_whole(base, kind, state, draws_as_cpu) -> dict:
+def train_whole(base, kind, state, draws_as_cpu, devices="first") -> dict:
     """Train a whole model for two rounds; return losses, weights, optimizer and evaluation."""
     settings = ModelSettings(
-        name=str(base), dtype="float32", gradient_checkpointing=kind == "checkpointing"
+        name=str(base),
+        dtype="float32",
+        gradient_checkpointing=kind == "checkpointing",
+        devices=devices,
     )
     adapter = PREFIX if kind == "prefix" else ADAPTER
-    if kind == "checkpointing" and draws_as_cpu:
+    # A second device has a random generator of its own, and draws other numbers than the CPU.
+    if kind == "checkpointing" and draws_as_cpu and devices == "first":
         adapter = ADAPTER.model_copy(update={"dropout": 0.3})
     model = load_base_model(settings).model
     peft_model = attach_adapter(model, adapter, "base")
@@ -115,15 +119,19 @@ def train_whole(base, kind, state, draws_as_cpu) -> dict:
     return {"losses": losses} | adapter | optimizer | evaluated(whole)
 
 
+@pytest.mark.parametrize("devices", ["first", "all"])
 @pytest.mark.parametrize(
     "kind", ["base", "continual", "proximal", "private", "checkpointing", "prefix"]
 )
-def test_a_whole_model(any_device, base, beginning, kind):
+def test_a_whole_model(any_device, base, beginning, kind, devices):
     device, state = any_device, random_prefix(base) if kind == "prefix" else beginning
-    found = train_whole(base, kind, state, device.draws_as_cpu)
+    device.peak(1)
+    before = device.peak(1)  # what is in use now
+    found = train_whole(base, kind, state, device.draws_as_cpu, devices)
     assert device.peak(0) > 10_000, "the model was on the device"
+    assert (device.peak(1) > before + 10_000) == (devices == "all")
     with device.absent():
-        expected = train_whole(base, kind, state, device.draws_as_cpu)
+        expected = train_whole(base, kind, state, device.draws_as_cpu, devices)
     assert_equal(found, expected, device.tolerance)
 
 

@@ -281,12 +281,14 @@ def test_actors_are_bounded_by_cores_and_memory(settings, clients, cores, gib, e
 
 
 def test_clients_share_gpus():
-    """Clients that take turns have one GPU each; concurrent clients have equal shares."""
+    """Clients that take turns have one or all GPUs each; concurrent clients have equal shares."""
     machine = Machine(cores=16, memory=2**40, gpus=2)
     assert count_actors(parse_run_config({}), 5, machine) == 2
     together = {"strategy": "fl-glm", "split.schedule": "client-batch"}
     assert count_actors(parse_run_config(together), 5, machine) == 5
-    assert gpus_of_each(actors=2, gpus=2) == gpus_of_each(actors=1, gpus=2) == 1
+    assert count_actors(parse_run_config({"model.devices": "all"}), 5, machine) == 1
+    assert gpus_of_each(actors=1, gpus=2) == 2
+    assert gpus_of_each(actors=2, gpus=2) == 1
     assert gpus_of_each(actors=5, gpus=2) == 0.3333
     assert gpus_of_each(actors=5, gpus=0) == 0
 

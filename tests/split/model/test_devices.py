@@ -5,18 +5,21 @@ with later blocks on the meta device, which computes only shapes but refuses ten
 devices as a GPU does.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from pydantic import ValidationError
 
-from finetuning.model.base_model import BaseModelError
+from finetuning.model.base_model import BaseModelError, outline
+from finetuning.model.placement import device_map, hand_over, path_of_blocks, spread
 from finetuning.settings import AdapterSettings, ModelSettings
-from split.model.devices import body_devices, device_map, hand_over, spread
+from split.model.devices import body_devices, map_of_part
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
-from split.model.partition import Partition, blocks_of, outline
+from split.model.partition import Partition, blocks_of
 from split.protocol.frames import Padding
 from split.settings import SplitSettings
 from tests.split.bodies import DROPOUT, load_body, train_branches
@@ -53,7 +56,7 @@ def test_no_device_of_equal_ones_has_more_than_its_share_and_a_block():
 def test_a_map_covers_a_body_and_splits_between_blocks_alone(random_checkpoint, architecture):
     directory = random_checkpoint(architecture, num_hidden_layers=7)
     partition = Partition(7, 1, 2)
-    places = device_map(outline(directory), partition, "body", ["one", "two"])
+    places = map_of_part(outline(directory), partition, "body", ["cpu:0", "cpu:1"])
     body = load_parts(ModelSettings(name=str(directory)), directory, partition, ["body"], ["cpu"])[
         "body"
     ]
@@ -62,9 +65,19 @@ def test_a_map_covers_a_body_and_splits_between_blocks_alone(random_checkpoint, 
     assert all(len(owner) == 1 for owner in owners), "each tensor is placed once"
     assert {path for (path,) in owners} == places.keys()
     blocks = [device for path, device in places.items() if path.rpartition(".")[2].isdigit()]
-    assert blocks == ["one", "one", "two", "two"]
+    assert blocks == ["cpu:0"] * 2 + ["cpu:1"] * 2
     assert list(places.values()) == sorted(places.values()), "the rest is where the first block is"
-    assert device_map(outline(directory), partition, "body", ["one"]) == {"": "one"}
+    assert map_of_part(outline(directory), partition, "body", ["cpu:0"]) == {"": "cpu:0"}
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "OPT", "Bloom", "Mixtral", "Gemma3Text"])
+def test_a_map_of_a_whole_model_returns_to_the_first_device(random_checkpoint, architecture):
+    whole = outline(random_checkpoint(architecture, num_hidden_layers=4))
+    places = device_map(whole, path_of_blocks(whole, 4), ["cpu:0", "cpu:1"])
+    for name in dict([*whole.named_parameters(), *whole.named_buffers()]):
+        assert sum(name.startswith(f"{path}.") for path in places) == 1, name
+    changes = [devices for devices in pairwise(places.values()) if len(set(devices)) == 2]
+    assert changes == [("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")], "the last block hands over"
 
 
 def test_devices_are_the_settings_or_what_there_is():
@@ -83,7 +96,7 @@ def test_unsupported_devices_are_refused(devices):
 def dispatch(body, directory):
     """Dispatch as ``from_pretrained`` does with several devices, and move tensors between them."""
     model = body.model
-    places = device_map(outline(directory), Partition(6, 1, 1), "body", ["cpu", "cpu"])
+    places = map_of_part(outline(directory), Partition(6, 1, 1), "body", ["cpu", "cpu"])
     skipped = model._skip_keys_device_placement
     dispatch_model(model, places, skip_keys=skipped, force_hooks=True)
     assert hasattr(model.base_model.layers[-1], "_hf_hook")

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import split.model.checkpoint
-from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.model.base_model import BaseModelError, load_base_model, outline
 from finetuning.model.fingerprint import differences, fingerprint
 from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, compared
@@ -22,7 +22,6 @@ from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import (
     Partition,
     full_names,
-    outline,
     part_class,
     tensors_of_part,
 )
