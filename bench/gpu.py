@@ -1,7 +1,7 @@
 """Training on a GPU, with models of 1 to 7 billion random weights: ``python -m bench.gpu``.
 
     python -m bench.gpu [--size 1b 3b 7b] [--quantization none nf4] [--pairs 15] [--no-local]
-                        [--clients 2 4 8] [--schedules serial …] [--gradient-checkpointing]
+                        [--clients 2 4 8] [--schedules serial …]
 
 For each size and type of weights, local training is first compared with ``transformers.Trainer``,
 as in ``bench.local_training``, in micro-batches of 8 examples. If TRL is installed, its
@@ -98,10 +98,7 @@ def run(size: str, arguments: Namespace) -> None:
     steps, devices = WARM_UP + arguments.pairs, devices_of(arguments.device)
     with random_job(shape, steps, dtype=torch.bfloat16, **devices) as saved:
         for quantization in arguments.quantization:
-            model = ModelSettings(
-                quantization=quantization, gradient_checkpointing=arguments.gradient_checkpointing
-            )
-            job = replace(saved, model=model)
+            job = replace(saved, model=ModelSettings(quantization=quantization))
             title = f"{size}, {quantization}, {arguments.pairs} turns, {SEED=}"
             if not arguments.no_local:
                 measure_local(f"{title}; ratios are Chambers ÷ Trainer", job)
@@ -120,7 +117,6 @@ def main() -> None:
     parser.add_argument(
         "--quantization", choices=["none", "nf4", "int8"], nargs="+", default=["none", "nf4"]
     )
-    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--columns", type=int, default=512, help="number of tokens per example")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()

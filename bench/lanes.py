@@ -4,14 +4,11 @@
 
 SmolLM2-135M-Instruct with random adapters answers a question over each lane, greedily. The clients
 are threads of one process, and the server has its own; both are bound to the same core and have one
-torch thread. The wire type is float32; the run fails if answers differ. With ``--device cuda``, all
-use the first GPU, and the processes are not bound to a core.
+torch thread. The wire type is float32; the run fails if answers differ.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
 from bench.harness import RATIOS, command, make_table, ratios, show, use_one_core
@@ -25,18 +22,14 @@ _LANES, _NEW = 8, 48
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = command(__doc__, pairs=5)
-    parser.add_argument("--device", default="cpu", help="device of the clients and the server")
-    arguments = parser.parse_args()
-    pairs, device = arguments.pairs, arguments.device
-    cores = use_one_core() if device == "cpu" else os.sched_getaffinity(0)
+    pairs = command(__doc__, pairs=5).parse_args().pairs
+    core = use_one_core()
     directory = locate("smollm2")
     questions = [f"May a tenant who owes {number} rents use the flat?" for number in range(_LANES)]
     prompts = tokenize_prompts(prompt_rows(questions), load_tokenizer(directory))
-    own = Job(directory, Shape(rows=1, columns=1024), steps=1)
-    job = replace(own, client_device=device, server_device=device)
+    job = Job(directory, Shape(rows=1, columns=1024), steps=1)
     with ExitStack() as stack:
-        models, pids = open_lanes(stack, cores, job, [0.0] * _LANES)
+        models, pids = open_lanes(stack, core, job, [0.0] * _LANES)
         for model in models:
             model.choose("global", model.parameters)
         pool = stack.enter_context(ThreadPoolExecutor(_LANES))

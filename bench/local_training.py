@@ -111,7 +111,6 @@ def arguments_of(job: Job, directory: str) -> dict[str, Any]:
         "train_sampling_strategy": "sequential",  # the rows are in the grouping sampler's order
         "use_cpu": not on_gpu,
         "bf16": on_gpu,
-        "gradient_checkpointing": job.model.gradient_checkpointing,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
