@@ -2,8 +2,7 @@
 
 In the attack of FL-GLM section 4.3.3, a decoder is trained on a colluding client's hidden states
 and texts, and then applied to another client's hidden states. Other attacks use the public model.
-Each cell of the tables is stored as a file in the output folder; later runs with the same settings
-read the file. ``--record`` writes all cells to one file.
+``--record`` writes the results of all cells of the tables to one file.
 """
 
 import json
@@ -15,18 +14,17 @@ from typing import Any
 
 import torch
 
-from bench.attack.cells import Cell, Sizes, cells_of
+from bench.attack.cells import Sizes, cells_of
 from bench.attack.measuring import Attacked
 from bench.attack.report import one_cell_per_line, tables
 from bench.attack.texts import GENERATED, generated_texts, texts_in
 from bench.harness import command
-from finetuning.files import write_json
 from finetuning.model.base_model import load_tokenizer, locate
 from finetuning.model.fingerprint import digest, fingerprint
 
 
 def main() -> None:
-    """Measure the missing cells, and print the tables."""
+    """Measure all cells, and print the tables."""
     parser = command(__doc__)
     parser.add_argument("--model", default="tiny", help="base model, as in model.name")
     parser.add_argument(
@@ -37,14 +35,12 @@ def main() -> None:
         "first; on the others, only the decoders and the search, for each number of head blocks",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
-    parser.add_argument("--output", type=Path, default=Path("runs/attack"))
     parser.add_argument("--record", type=Path, help="file for all cells, such as docs/attack.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
     tokenizer = load_tokenizer(directory)
-    settings, model = _described(arguments.model, directory, sizes), digest(fingerprint(directory))
-    record: dict[str, Any] = {**settings, "model digest": model, "covered": {}, "cells": []}
+    record = _described(arguments.model, directory, sizes) | {"covered": {}, "cells": []}
     for number, data in enumerate(arguments.data):
         if data == GENERATED:
             texts = generated_texts(tokenizer, sizes)
@@ -52,11 +48,12 @@ def main() -> None:
             texts = texts_in(Path(data), tokenizer, sizes)
         attacked = Attacked(directory, texts)
         record["covered"][texts.name] = texts.covered()
-        inputs = {"model digest": model, "texts digest": texts.digest()}
-        cells = cells_of(texts.name, settings["blocks"], arguments.seeds, complete=number == 0)
-        for cell in cells:
-            file = arguments.output / f"{cell.name}.json"
-            record["cells"].append(_measured(cell, attacked, file, settings | inputs))
+        for cell in cells_of(texts.name, record["blocks"], arguments.seeds, complete=number == 0):
+            started = time.perf_counter()
+            measured = asdict(cell) | {"result": attacked.measure(cell)}
+            seconds = round(time.perf_counter() - started, 1)
+            print(f"{cell}: {seconds} s", flush=True)
+            record["cells"].append(measured | {"seconds": seconds})
     if arguments.record:
         arguments.record.write_text(one_cell_per_line(record), encoding="utf-8")
     print(*tables(record), sep="\n")
@@ -71,22 +68,8 @@ def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
         "vocabulary": config["vocab_size"],
         "versions": {library: version(library) for library in ("torch", "transformers")},
         "sizes": asdict(sizes),
+        "model digest": digest(fingerprint(directory)),
     }
-
-
-def _measured(cell: Cell, attacked: Attacked, file: Path, settings: dict[str, Any]) -> Any:
-    """Return a cell's settings and result, read from ``file`` if it has the same ``settings``."""
-    if file.is_file():
-        found = json.loads(file.read_text())
-        if found["settings"] == settings:
-            return found["cell"]
-    started = time.perf_counter()
-    result = attacked.measure(cell)
-    seconds = time.perf_counter() - started
-    print(f"{file.stem}: {seconds:.1f} s", flush=True)
-    measured = asdict(cell) | {"result": result, "seconds": round(seconds, 1)}
-    write_json(file, {"settings": settings, "cell": measured})
-    return measured
 
 
 if __name__ == "__main__":

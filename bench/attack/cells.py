@@ -1,9 +1,7 @@
 """The cells of the attack's tables: which measurements there are, and their settings."""
 
-import hashlib
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from bench.attack.observed import Seen
@@ -47,12 +45,6 @@ class Cell:
     seen: Seen = "hidden states"  # input of the attack; "nothing" means random numbers
     tuned: bool = False  # whether the client's head has an adapter that the attacker lacks
     seed: int = 0  # seed of the attack and of the choice of texts, or of training
-
-    @property
-    def name(self) -> str:
-        """The name of the cell's file."""
-        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
-        return f"{self.data}-{self.attack}-{digest}"
 
 
 def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cell]:

@@ -1,7 +1,5 @@
 """The texts of two clients: one colludes with the attacker, the other is attacked."""
 
-import hashlib
-import json
 import random
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
@@ -37,12 +35,6 @@ class Texts:
         # Lengths of the common beginnings, in tokens.
         self.known_of_colluding, self.known = _common(self.colluding), _common(self.attacked)
         self.beginning = self.attacked[0].tokens[: self.known]
-
-    def digest(self) -> str:
-        """Return a SHA-256 digest of all tokens."""
-        parts = (self.colluding, self.attacked, self.own)
-        tokens = [[example.tokens.tolist() for example in part] for part in parts]
-        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def training_rows(self) -> list[torch.Tensor]:
         """Return the first colluding texts, truncated like the attacked texts."""
