@@ -7,8 +7,6 @@ can therefore be read from the end: later labels are known, and without their co
 gradient reveals the token's label. Neither the number of head blocks nor ``split.noise`` matters.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -20,16 +18,6 @@ from split.model.part import Part
 from split.protocol.frames import Padding
 
 _SHORTLIST = 64
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The tensors that the server sees for one text in a training step."""
-
-    given: Tensor  # hidden states sent to the tail, (tokens, hidden)
-    gradient: Tensor  # received gradient with respect to ``given``, (tokens, hidden)
-    positions: Tensor  # index of the token before each target, (targets,) int64
-    scale: float  # factor of each target's loss
 
 
 def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
@@ -48,32 +36,38 @@ def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
     return middle.grad
 
 
-def read_labels(tail: Part, sent: Sent, count: int) -> Tensor:
+def read_labels(
+    tail: Part, given: Tensor, gradient: Tensor, positions: Tensor, count: int
+) -> Tensor:
     """Return the last ``count`` labels of a text, (count,) int64.
 
-    The output head of the public tail must be a matrix, without scaling or capping of logits.
+    ``given`` are the hidden states that the server sent to the tail, and ``gradient`` what it
+    received, (tokens, hidden) each. ``positions`` are the indices of the tokens before all targets,
+    (targets,) int64. The output head of the public tail must be a matrix, without scaling or
+    capping of logits.
     """
     tail.train(False)
     matrix = tail.model.get_output_embeddings().weight.detach().float()
-    given = sent.given[None].clone().requires_grad_()
-    output = tail(given, Padding("right", torch.tensor([given.shape[1]])))
+    scale = 1 / len(positions)  # factor of each target's loss
+    middle = given[None].clone().requires_grad_()
+    output = tail(middle, Padding("right", torch.tensor([len(given)])))
     with torch.no_grad():
-        chosen = output.detach()[:, sent.positions]
+        chosen = output.detach()[:, positions]
         logits = tail.output_head(inputs_embeds=chosen, use_cache=False).logits[0]
     # Means of the matrix's rows, weighted by the predicted probabilities.
     probable = logits.float().softmax(-1) @ matrix
     # Gradient of the loss with respect to the tail's output, for the labels known so far.
     known = torch.zeros_like(output)
-    positions = [int(position) for position in sent.positions[-count:]]
-    jacobians = _jacobians(tail, sent.given, positions[0])
+    last = positions[-count:].tolist()
+    jacobians = _jacobians(tail, given, last[0])
     labels: list[int] = []
-    for position, row in zip(positions[::-1], probable[-count:].flip(0), strict=True):
-        known[0, position] = sent.scale * row
-        (computed,) = torch.autograd.grad(output, given, known, retain_graph=True)
+    for position, row in zip(last[::-1], probable[-count:].flip(0), strict=True):
+        known[0, position] = scale * row
+        (computed,) = torch.autograd.grad(output, middle, known, retain_graph=True)
         # All that the label contributes is the gradient of its logit.
-        difference = (computed[0, position] - sent.gradient[position]) / sent.scale
-        label = _nearest(matrix, jacobians[position - positions[0]], difference)
-        known[0, position] -= sent.scale * matrix[label]
+        difference = (computed[0, position] - gradient[position]) / scale
+        label = _nearest(matrix, jacobians[position - last[0]], difference)
+        known[0, position] -= scale * matrix[label]
         labels.append(label)
     return torch.tensor(labels[::-1])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.attack.cells import Cell
 from bench.attack.decoder import DecoderKind, train_decoder
-from bench.attack.gradients import Sent, client_gradient, read_labels
+from bench.attack.gradients import client_gradient, read_labels
 from bench.attack.noisy_training import ADAPTER, train_with_noise
 from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.optimisation import invert
@@ -110,15 +110,13 @@ class Attacked:
             (sent,) = as_received(outputs, cell.wire, cell.noise)
             with torch.no_grad():
                 (given,) = as_received([parts["body"](sent[None], padding)[0]], cell.wire)
-            gradient = client_gradient(parts["tail"], given[None], batch)[0]
-            count = min(self._sizes.labels, len(batch.labels))
-            step = Sent(
-                given=given,
-                gradient=as_received([gradient], cell.wire)[0],
-                positions=batch.positions,
-                scale=1 / len(batch.labels),
+            gradients = client_gradient(parts["tail"], given[None], batch)
+            (gradient,) = as_received([gradients[0]], cell.wire)
+            count, tail = min(self._sizes.labels, len(batch.labels)), parts["tail"]
+            read = read_labels(
+                tail=tail, given=given, gradient=gradient, positions=batch.positions, count=count
             )
-            found.append(read_labels(parts["tail"], step, count))
+            found.append(read)
             labels.append(batch.labels[-count:])
         return found, labels
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.attack.decoder import train_decoder
-from bench.attack.gradients import Sent, client_gradient, read_labels
+from bench.attack.gradients import client_gradient, read_labels
 from bench.attack.observed import as_encrypted, as_received, head_outputs
 from bench.attack.public_head import PublicHead
 from bench.attack.report import tables
@@ -83,14 +83,16 @@ def test_the_gradient_reveals_the_labels(deep_checkpoint, tail_blocks, wire):
         padding = Padding("right", batch.lengths)
         middle = parts["body"](parts["head"](batch.tokens, padding), padding)
     (given,) = as_received([middle[0]], wire, noise=0.5)
-    gradient = client_gradient(parts["tail"], given[None], batch)
-    sent = Sent(
+    tail = parts["tail"]
+    (gradient,) = as_received([client_gradient(tail, given[None], batch)[0]], wire)
+    found = read_labels(
+        tail=tail,
         given=given,
-        gradient=as_received([gradient[0]], wire)[0],
+        gradient=gradient,
         positions=batch.positions,
-        scale=1 / len(batch.labels),
+        count=len(batch.labels),
     )
-    assert torch.equal(read_labels(parts["tail"], sent, len(batch.labels)), batch.labels)
+    assert torch.equal(found, batch.labels)
 
 
 def test_the_page_s_tables_are_those_of_the_record():
