@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save, save_file
 from client_app.task import Task
 from finetuning.adapters.adapter import State
 from finetuning.files import remove_whole, replacing, write_json
-from finetuning.training.loop import RoundProgress
+from finetuning.training.loop import TrainingReport
 from finetuning.training.optimization import OptimizerState, export_optimizer
 
 
@@ -32,13 +32,13 @@ class UnfinishedRound:
         self._seconds = 60 * task.config.train.checkpoint_minutes
         self._saved = time.monotonic()
 
-    def load(self) -> tuple[RoundProgress, State, OptimizerState] | None:
-        """Return the progress, adapter and optimizer state, or None if there is no such round."""
+    def load(self) -> tuple[TrainingReport, State, OptimizerState] | None:
+        """Return the report, adapter and optimizer state, or None if there is no such round."""
         try:
             content = json.loads((self._folder / "progress.json").read_bytes())
             if content.pop("inputs") != self._inputs():
                 return None
-            progress = RoundProgress(**content)
+            report = TrainingReport(**content)
             adapter = load_file(self._folder / "adapter.safetensors")
             optimizer = load_file(self._folder / "optimizer.safetensors")
         except FileNotFoundError:
@@ -46,12 +46,12 @@ class UnfinishedRound:
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             log(WARNING, "%s: the checkpoint can't be read: %s", self._task.title, error)
             return None
-        log(INFO, "%s: continuing after step %d", self._task.title, len(progress.losses))
-        return progress, adapter, optimizer
+        log(INFO, "%s: continuing after step %d", self._task.title, len(report.losses))
+        return report, adapter, optimizer
 
     def save_if_due(
         self,
-        progress: RoundProgress,
+        report: TrainingReport,
         parameters: Mapping[str, torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> None:
@@ -67,7 +67,7 @@ class UnfinishedRound:
                 aside.mkdir(parents=True)
                 save_file(adapter, aside / "adapter.safetensors")
                 save_file(export_optimizer(optimizer, parameters), aside / "optimizer.safetensors")
-                content = {"inputs": self._inputs(), **asdict(progress)}
+                content = {"inputs": self._inputs(), **asdict(report)}
                 write_json(aside / "progress.json", content)
         except (OSError, SafetensorError) as error:
             log(WARNING, "%s: the checkpoint can't be written: %s", self._task.title, error)

@@ -46,45 +46,46 @@ class LocalRound:
 
 
 @dataclass
-class RoundProgress:
-    """What a round has computed so far, besides the adapter and the optimizer's state."""
+class TrainingReport:
+    """Result of a round of local training, or of its steps so far."""
 
-    losses: list[float] = field(default_factory=list)  # each step's, as in ``TrainingReport``
-    norms: list[float] = field(default_factory=list)  # each step's, before clipping
-    shares: list[float] = field(default_factory=list)  # each step's share of the penalty
-    tokens: int = 0
-    target_tokens: int = 0
-    seconds: float = 0.0
+    # Each step's mean loss per target token in nats, before the step's update.
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # each step's gradient norm before clipping
+    # Each step's share of the penalty in the gradient norm; empty without a penalty.
+    shares: list[float] = field(default_factory=list)
+    tokens: int = 0  # number of tokens processed, without padding
+    target_tokens: int = 0  # number of tokens predicted
+    seconds: float = 0.0  # wall-clock time of the steps
+    learning_rate: float = 0.0  # learning rate of the last step
+
+    @property
+    def gradient_norm(self) -> float:
+        """Norm of the gradient before clipping, as a mean over steps."""
+        return sum(self.norms) / len(self.norms)
+
+    @property
+    def penalty_gradient_share(self) -> float | None:
+        """Penalty's share of the gradient norm, as a mean over steps; None without a penalty.
+
+        The mean excludes the first step, where the penalty's gradient is 0.
+        """
+        return sum(self.shares) / max(len(self.shares) - 1, 1) if self.shares else None
 
 
 class Checkpoint(Protocol):
     """Storage of an unfinished round."""
 
-    def load(self) -> tuple[RoundProgress, State, OptimizerState] | None:
-        """Return the progress, adapter and optimizer state to continue from, or None."""
+    def load(self) -> tuple[TrainingReport, State, OptimizerState] | None:
+        """Return the report, adapter and optimizer state to continue from, or None."""
 
     def save_if_due(
         self,
-        progress: RoundProgress,
+        report: TrainingReport,
         parameters: Mapping[str, torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> None:
         """Store the state after a step, if enough time has passed since the last time."""
-
-
-@dataclass(frozen=True)
-class TrainingReport:
-    """Result of a round of local training."""
-
-    losses: list[float]  # each step's mean loss per target token in nats, before the step's update
-    tokens: int  # number of tokens processed, without padding
-    target_tokens: int  # number of tokens predicted
-    seconds: float  # wall-clock time of the steps
-    gradient_norm: float  # norm of the gradient before clipping, as a mean over steps
-    learning_rate: float  # learning rate of the last step
-    # Penalty's share of the gradient norm, as a mean over all steps but the first, where the
-    # penalty's gradient is 0; None without a penalty.
-    penalty_gradient_share: float | None = None
 
 
 def train_round(
@@ -109,9 +110,9 @@ def train_round(
     Raise ``DeadlineError`` if the deadline passed; the adapter contains the updates of the finished
     steps. Raise ``FloatingPointError`` if a loss is not finite.
     """
-    progress = RoundProgress()
+    report = TrainingReport()
     if checkpoint is not None and (found := checkpoint.load()):
-        progress, adapter, optimizer_state = found
+        report, adapter, optimizer_state = found
         load_state(parameters, adapter)
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})
@@ -121,10 +122,10 @@ def train_round(
     lengths = [len(example.tokens) for example in examples]
     columns = [model.columns_before + length for length in lengths]
     budget = settings.batch_size * max(columns)
-    started = time.perf_counter() - progress.seconds
+    started = time.perf_counter() - report.seconds
     with progress_bar(total=len(local_round.steps), description=description) as bar:
-        bar.update(len(progress.losses))
-        for index in range(len(progress.losses), len(local_round.steps)):
+        bar.update(len(report.losses))
+        for index in range(len(report.losses), len(local_round.steps)):
             step = local_round.steps[index]
             if time.monotonic() > local_round.deadline:
                 raise DeadlineError(
@@ -142,27 +143,18 @@ def train_round(
             if not loss < float("inf"):
                 raise FloatingPointError(f"the loss of step {index + 1} is {loss}")
             if penalty is not None:
-                progress.shares.append(penalty.add_gradient())
-            progress.norms.append(model.clip(settings.max_gradient_norm))
-            optimizer.param_groups[0]["lr"] = rate(local_round.first_step + index)
+                report.shares.append(penalty.add_gradient())
+            report.norms.append(model.clip(settings.max_gradient_norm))
+            report.learning_rate = rate(local_round.first_step + index)
+            optimizer.param_groups[0]["lr"] = report.learning_rate
             optimizer.step()
             optimizer.zero_grad()
-            progress.losses.append(loss)
-            progress.tokens += sum(lengths[i] for i in step)
-            progress.target_tokens += step_targets
-            progress.seconds = time.perf_counter() - started
+            report.losses.append(loss)
+            report.tokens += sum(lengths[i] for i in step)
+            report.target_tokens += step_targets
+            report.seconds = time.perf_counter() - started
             if checkpoint is not None and index + 1 < len(local_round.steps):
-                checkpoint.save_if_due(progress, parameters, optimizer)
+                checkpoint.save_if_due(report, parameters, optimizer)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
-    shares = progress.shares
-    report = TrainingReport(
-        losses=progress.losses,
-        tokens=progress.tokens,
-        target_tokens=progress.target_tokens,
-        seconds=time.perf_counter() - started,
-        gradient_norm=sum(progress.norms) / len(progress.norms),
-        learning_rate=optimizer.param_groups[0]["lr"],
-        penalty_gradient_share=sum(shares) / max(len(shares) - 1, 1) if shares else None,
-    )
     return report, export_optimizer(optimizer, parameters)
