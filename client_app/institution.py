@@ -11,7 +11,7 @@ from flwr.common import log
 
 from client_app.data import read_client_data
 from federation.run_config import RunConfig, Scalar
-from finetuning.data.prompts import Prompt, prompts_of_answers
+from finetuning.data.prompts import prompts_of_answers
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer
@@ -32,7 +32,7 @@ class Institution:
     train: list[Example]
     test: list[Example]  # held-out examples
     # Prompts of the held-out rows to generate answers for; empty without ``evaluate.generate``.
-    asked: list[Prompt]
+    asked: list[Example]
     lines: int  # number of input lines with the training rows; a task may split a line into rows
     rows_divided: int  # number of training rows that were split into several examples
     padding: int  # id of the padding token
@@ -110,7 +110,7 @@ def _open(
                 "a model can't learn from these examples to end an answer"
             )
             log(WARNING, text, data.name, report.without_end_mark, part)
-    asked: list[Prompt] = []
+    asked: list[Example] = []
     if config.evaluate.generate:
         rows = data.test[: config.evaluate.generate_examples]
         asked = prompts_of_answers(rows, tokenizer, config.data.max_length)

@@ -14,7 +14,6 @@ from federation.messages import Instruction
 from federation.run_config import RunConfig
 from federation.site_policy import PolicyError, SitePolicy
 from finetuning.data.batching import steps_per_round
-from finetuning.data.prompts import Prompt
 from finetuning.data.tokenization import Example
 from finetuning.model.fingerprint import digest
 from finetuning.model.names import TINY, hub_id
@@ -245,7 +244,7 @@ def _is_within(path: str, folders: Iterable[str]) -> bool:
         return False
 
 
-def _rows(examples: Iterable[Example | Prompt]) -> int:
+def _rows(examples: Iterable[Example]) -> int:
     """Return the number of input lines of the examples; a policy counts each line as a row.
 
     A task can split a line into several rows, and a template can split a row into several examples.

@@ -1,7 +1,7 @@
 """Prompts for generation, which are identical to the text before an answer in training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,8 @@ from finetuning.data.rows import Row, parse_messages, parse_rows
 
 if TYPE_CHECKING:
     import torch
+
+    from finetuning.data.tokenization import Example
 
 # Any placeholder works, because no token spans the boundary between a prompt and its answer.
 _PLACEHOLDER = "x"
@@ -53,23 +55,13 @@ def prompt_rows(texts: Sequence[str]) -> list[Row]:
     ]
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A row's last answer, and the prompt for it."""
+def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> "list[Example]":
+    """Return an example for each row's last answer, with only the tokens before the answer.
 
-    tokens: "torch.Tensor"  # the tokens before the answer, (tokens,) int64
-    question: str  # text of the turn before the answer, truncated like the tokens
-    reference: str  # the answer
-    row: int  # index of the row
-    origin: str  # file and line that the row was read from; one line can produce several rows
-
-
-def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> list[Prompt]:
-    """Return the prompt for each row's last answer; the answer's text doesn't affect the prompt.
-
-    A prompt has at most ``max_length`` tokens, including the text that the template writes before
-    an answer. Inputs are truncated to fit; a row is omitted if no answer would fit. Raise a
-    DataError if the chat template rejects a row, or all rows are omitted.
+    The answer's text doesn't affect these tokens; the example's reference is the whole answer. A
+    prompt has at most ``max_length`` tokens, including the text that the template writes before an
+    answer. Inputs are truncated to fit; a row is omitted if no answer would fit. Raise a DataError
+    if the chat template rejects a row, or all rows are omitted.
     """
     from finetuning.data.tokenization import tokenize
 
@@ -82,12 +74,11 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
     # A template that changes earlier turns produces several examples per row.
     last_examples = {example.row: example for example in examples}
     prompts = [
-        Prompt(
+        replace(
+            example,
             tokens=example.tokens[: example.prompt_length],
-            question=example.question,
+            is_target=example.is_target[: example.prompt_length],
             reference=references[row],
-            row=row,
-            origin=example.origin,
         )
         for row, example in last_examples.items()
         # If the last answer doesn't fit, the example ends with an earlier one.
