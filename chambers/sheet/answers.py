@@ -1,12 +1,15 @@
 """Read the answers of several models to the same questions."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chambers.errors import CommandError, read_bytes
+from chambers.errors import CommandError
+from finetuning.data.formats import DataError
+from finetuning.data.prompts import parse_prompt
+from finetuning.data.rows import check_characters, parse_rows
 
 _SHOWN = 3
 
@@ -27,7 +30,7 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
 
     ``files`` contains a JSON Lines file for each model. A row has the keys ``question``, ``answer``
     and optionally ``reference`` and ``id``, or those that ``chambers generate --output`` writes.
-    Rows of different files are matched by id or, without ids, by question. Raise ``CommandError``,
+    Rows of different files are matched by id or, without ids, by question. Raise ``UserError``,
     which names the file and the line, if a file can't be read, a row is malformed, or files have
     different questions.
     """
@@ -58,57 +61,40 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
 def _read(file: Path, model: str) -> dict[str, Question]:
     """Return the questions with the answers of one model, keyed by name."""
     questions: dict[str, Question] = {}
-    for number, line in enumerate(read_bytes(file).splitlines(), start=1):
-        if not line.strip():
-            continue
-        origin = f"{file}:{number}"
-        try:
-            value = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise CommandError(f"{origin} is not JSON: {error}") from error
-        try:
-            question = _parse(value, origin, model)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-            raise CommandError(f"{origin}: {reason}") from error
+    for question in parse_rows(file, partial(_parse, model), advice="fix them"):
         if question.name in questions:
             raise CommandError(
-                f"{origin} has the same question as {questions[question.name].origin}; give each "
-                'row a different "id" if that is intended'
+                f"{question.origin} has the same question as {questions[question.name].origin}; "
+                'give each row a different "id" if that is intended'
             )
         questions[question.name] = question
-    if not questions:
-        raise CommandError(f"{file} has no answers")
     return questions
 
 
-def _parse(value: Any, origin: str, model: str) -> Question:
-    """Convert a row of either format; raise ``KeyError``, ``TypeError`` or ``ValueError``."""
+def _parse(model: str, origin: str, value: Any) -> Question:
+    """Convert a row of either format; raise ``DataError`` with the reason if it is malformed."""
     if not isinstance(value, dict):
-        raise TypeError(f"expected an object, found {type(value).__name__}")
+        raise DataError(f"expected an object, found {type(value).__name__}")
     if "generated" in value:
         question, reference = _of_generated(value)
         answer = value["generated"]
     else:
+        if missing := [key for key in ("question", "answer") if key not in value]:
+            raise DataError(f"has no {missing[0]!r}")
         question, answer = value["question"], value["answer"]
         reference = value.get("reference") or ""
     for name, text in {"question": question, "answer": answer, "reference": reference}.items():
         if not isinstance(text, str):
-            raise TypeError(f"the {name} must be text, found {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the {name} has a lone surrogate at index {error.start}") from None
+            raise DataError(f"the {name} must be text, found {type(text).__name__}")
+        check_characters(f"the {name}", text)
     if not question.strip():
-        raise ValueError("the question is empty")
+        raise DataError("the question is empty")
     name = str(value.get("id", question))
     return Question(name, question, reference, {model: answer}, origin)
 
 
 def _of_generated(value: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the question and the reference of a row written by ``chambers generate``."""
-    from finetuning.data.prompts import parse_prompt
-
     *turns, _ = parse_prompt(value)
     # The last turn is the question, and earlier turns are its context.
     question = "\n\n".join(
@@ -118,5 +104,5 @@ def _of_generated(value: Mapping[str, Any]) -> tuple[str, Any]:
     messages = value.get("messages")
     if messages:
         last = messages[-1]
-        return question, last["content"] if last["role"] == "assistant" else ""
+        return question, last.get("content") if last["role"] == "assistant" else ""
     return question, value.get("output") or ""

@@ -1,10 +1,12 @@
 """Blinded sheets for annotators, and the key that maps each answer to its model."""
 
-import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
 
 from chambers.errors import CommandError, read_bytes
 from chambers.sheet.answers import Question
@@ -25,7 +27,6 @@ CRITERIA: Mapping[str, Sequence[str]] = {
 # Consonants only, so that spreadsheets don't convert ids to numbers, dates or formulas.
 _LETTERS = "bcdfghjklmnpqrstvwxz"
 _ID_LENGTH = 10
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Sheet:
     questions: tuple[Question, ...]
 
 
-@dataclass(frozen=True)
-class KeyRow:
+class KeyRow(BaseModel):
     """The annotator, the question and the model that an id stands for."""
 
     annotator: int
@@ -49,17 +49,13 @@ class KeyRow:
     model: str
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(BaseModel):
     """The key of all sheets: the seed of the random orders and ids, and what each id stands for."""
 
+    version: Literal[1] = 1
     seed: int
-    models: tuple[str, ...]
-    rows: Mapping[str, KeyRow]
-
-    def to_json(self) -> str:
-        """Return the content of the key file."""
-        return json.dumps({"version": _VERSION} | asdict(self), ensure_ascii=False, indent=1)
+    models: list[str]
+    rows: dict[str, KeyRow]
 
 
 def blind(
@@ -86,16 +82,12 @@ def blind(
                 answers[name] = question.answers[model]
             own.append(replace(question, answers=answers))
         sheets.append(Sheet(annotator, tuple(own)))
-    return sheets, Key(seed, tuple(models), rows)
+    return sheets, Key(seed=seed, models=list(models), rows=rows)
 
 
 def read_key(file: Path) -> Key:
     """Read a key; raise ``CommandError`` if the file isn't one."""
     try:
-        content = json.loads(read_bytes(file))
-        if content["version"] != _VERSION:
-            raise ValueError(f"its version is {content['version']}, not {_VERSION}")
-        rows = {name: KeyRow(**row) for name, row in content["rows"].items()}
-        return Key(content["seed"], tuple(content["models"]), rows)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Key.model_validate_json(read_bytes(file))
+    except ValidationError as error:
         raise CommandError(f"{file} is not a key from chambers sheet make: {error}") from error

@@ -74,7 +74,7 @@ class Make:
                 # Excel requires a byte order mark to detect UTF-8.
                 table = file.with_suffix(".csv")
                 table.write_text(to_table(sheet), encoding="utf-8-sig", newline="")
-            write_secret(aside / "key.json", key.to_json().encode())
+            write_secret(aside / "key.json", key.model_dump_json(indent=1).encode())
         print(f"{folder / 'sheets'}: {len(sheets)} sheets of {len(drawn)} questions, to hand out")
         print(f"{folder / 'key.json'}: keep it secret; when the sheets are filled in:")
         print(f"  chambers sheet read {folder / 'key.json'} SHEET.csv …")

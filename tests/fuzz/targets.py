@@ -370,7 +370,11 @@ def audit(data):
 
 def sheet(data):
     """Read a sheet that an annotator has filled in."""
-    key = Key(0, ("a", "b"), {name: KeyRow(1, 1, "question", name) for name in ("bcd", "fgh")})
+    rows = {
+        name: KeyRow(annotator=1, number=1, question="question", model=name)
+        for name in ("bcd", "fgh")
+    }
+    key = Key(seed=0, models=["a", "b"], rows=rows)
     with file_with(data, ".csv") as file:
         try:
             number, scores = read_sheet(file, key)

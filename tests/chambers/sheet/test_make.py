@@ -137,8 +137,8 @@ def test_what_generate_writes_is_read_and_a_sample_is_drawn(tmp_path, capsys):
         ('{"question": "a", "answer": "\\ud83d"}', r"b\.jsonl:1: the answer has a lone surrogate"),
         ('{"question": " ", "answer": "x"}', r"b\.jsonl:1: the question is empty"),
         ("[1]", r"b\.jsonl:1: expected an object, found list"),
-        ("{", r"b\.jsonl:1 is not JSON"),
-        ("", r"b\.jsonl has no answers"),
+        ("{", r"b\.jsonl:1: not JSON"),
+        ("", r"no rows in .*b\.jsonl"),
         ('{"question": "c", "answer": "x"}', r"b has no answer to the question in .*a\.jsonl:1"),
         ('{"question": "a", "answer": "x"}\n{"question": "c", "answer": "x"}', r"a has no answer"),
         ('{"question": "a", "answer": "x"}\n' * 2, r"b\.jsonl:2 has the same question as"),
@@ -159,7 +159,7 @@ def test_answers_that_do_not_belong_together_are_refused(tmp_path, capsys, secon
     [
         (("answers.jsonl",), "answers.jsonl: must be MODEL=FILE.jsonl"),
         (("a=x", "a=y"), "a is named twice"),
-        (("a=/nowhere",), "/nowhere can't be read"),
+        (("a=/nowhere",), "/nowhere is not a file"),
         (("a=x", "--annotators", "0"), "'--annotators': 0 is not in the range"),
     ],
 )
