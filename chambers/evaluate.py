@@ -22,7 +22,7 @@ from chambers.sources import (
 )
 from finetuning.data.formats import DataError
 from finetuning.data.rows import find_part
-from finetuning.evaluation.bertscore import Encoder, EncoderError
+from finetuning.evaluation.bertscore import Encoder, EncoderError, find_encoder
 from finetuning.files import replacing
 from finetuning.settings import ModelSettings
 from finetuning.tasks.question import Question
@@ -159,12 +159,10 @@ class Evaluate(BaseModelOptions):
     def _encoder(self) -> Encoder | None:
         if self.bertscore is None:
             return None
-        encoder = Encoder(self.bertscore, self.bertscore_layer)
         try:
-            encoder.check()
+            return find_encoder(self.bertscore, self.bertscore_layer)
         except EncoderError as error:
             raise CommandError(f"--bertscore: {error}") from error
-        return encoder
 
     def _names(self) -> list[str]:
         names = [name.strip() for name in self.tasks.split(",") if name.strip()]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
-from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore
+from finetuning.evaluation.bertscore import Encoder, EncoderError, bertscore, find_encoder
 from tests.conftest import WORDS
 
 
@@ -59,10 +59,12 @@ def plain(encoder, layer, prediction, reference):
 @pytest.mark.parametrize("layer", [None, 2])
 def test_it_is_the_mean_f1_of_greedy_matching(encoder, layer):
     predictions, references = zip(*PAIRS, strict=True)
-    found = bertscore(predictions, references, Encoder(str(encoder), layer))
+    found = bertscore(predictions, references, find_encoder(str(encoder), layer))
     expected = [plain(encoder, layer or 3, *pair) for pair in PAIRS]
     assert found == pytest.approx(sum(expected) / len(expected), abs=1e-5)
-    assert bertscore(["a court"], ["a court"], Encoder(str(encoder), layer)) == pytest.approx(1.0)
+    assert bertscore(["a court"], ["a court"], find_encoder(str(encoder), layer)) == pytest.approx(
+        1.0
+    )
 
 
 def test_an_encoder_whose_tokenizer_sets_no_length(encoder, tmp_path):
@@ -73,27 +75,26 @@ def test_an_encoder_whose_tokenizer_sets_no_length(encoder, tmp_path):
     (other / "tokenizer_config.json").write_text(json.dumps(settings))
     predictions, references = zip(*PAIRS, strict=True)
     found, expected = (
-        bertscore(predictions, references, Encoder(str(folder), None))
+        bertscore(predictions, references, find_encoder(str(folder), None))
         for folder in (other, encoder)
     )
     assert found == expected
     long = " ".join(["goods"] * 1000)
-    assert bertscore([long], [long], Encoder(str(other), None)) == pytest.approx(1.0)
+    assert bertscore([long], [long], find_encoder(str(other), None)) == pytest.approx(1.0)
 
 
 def test_an_empty_text_scores_nothing(encoder):
-    one = Encoder(str(encoder), None)
+    one = find_encoder(str(encoder), None)
     assert bertscore(["a court", " "], ["a court", "a claim"], one) == pytest.approx(0.5)
     assert bertscore([""], ["a claim"], one) == 0.0
 
 
 def test_what_can_t_be_used_is_refused(encoder, tmp_path):
-    with pytest.raises(EncoderError, match="has layers 1 to 3, not 4"):
-        bertscore(["a"], ["a"], Encoder(str(encoder), 4))
     with pytest.raises(EncoderError, match="can't be used"):
         bertscore(["a"], ["a"], Encoder(str(tmp_path), 1))
+    with pytest.raises(EncoderError, match="can't be used"):
+        find_encoder(str(tmp_path), 1)
     with pytest.raises(EncoderError, match="has layers 1 to 3, not 4"):
-        Encoder(str(encoder), 4).check()
+        find_encoder(str(encoder), 4)
     with pytest.raises(EncoderError, match="there is no folder /nowhere"):
-        Encoder("/nowhere", None).check()
-    Encoder(str(encoder), None).check()
+        find_encoder("/nowhere", None)
