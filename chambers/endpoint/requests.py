@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 _LARGEST_SEED = 2**63 - 1
 _MAX_LIKELIEST = 20
@@ -53,11 +53,6 @@ class Parameters(BaseModel):
     logit_bias: dict[str, Any] | None = Field(None, max_length=0)
 
     @property
-    def answer_tokens(self) -> int | None:
-        """Maximum number of tokens in the answer."""
-        return self.max_tokens
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -68,17 +63,14 @@ class Chat(Parameters):
     """A request for the next message of a conversation."""
 
     messages: list[Turn] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(
+        None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=_MAX_LIKELIEST)
     tools: list[Any] | None = Field(None, max_length=0)
     functions: list[Any] | None = Field(None, max_length=0)
     response_format: dict[Literal["type"], Literal["text"]] | None = None
-
-    @property
-    def answer_tokens(self) -> int | None:
-        """Maximum number of tokens in the answer."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def likeliest(self) -> int | None:

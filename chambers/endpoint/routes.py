@@ -208,17 +208,17 @@ class _Endpoint:
         try:
             tokens = await asyncio.to_thread(prompt)
             limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
-            if (wanted.answer_tokens or 0) > limit:
+            if (wanted.max_tokens or 0) > limit:
                 raise ApiError(
                     400,
-                    f"max_tokens = {wanted.answer_tokens}: must be at most {limit}",
+                    f"max_tokens = {wanted.max_tokens}: must be at most {limit}",
                     _INVALID,
                     "max_tokens",
                 )
             request = Request(
                 model=wanted.model,
                 prompt=tokens,
-                max_tokens=wanted.answer_tokens or limit,
+                max_tokens=wanted.max_tokens or limit,
                 emit=pieces.emit,
                 temperature=1.0 if wanted.temperature is None else wanted.temperature,
                 top_p=1.0 if wanted.top_p is None else wanted.top_p,
