@@ -6,8 +6,6 @@ consultancy that answers laypeople, and a law school that reasons step by step. 
 towns, offences and sums occur in all texts. A model can be pre-trained on the `background` texts.
 """
 
-from typing import get_args
-
 from finetuning.generated import background as background_text
 from finetuning.generated import consultation, court, reasoning
 from finetuning.generated.vocabulary import Draw, Split
@@ -28,13 +26,9 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
     The rows depend only on the arguments, not on the machine, and have distinct inputs. The
     rows of a smaller count are the first rows of a larger count. The splits "train" and "test"
     share words and phrases, but no inputs and no combinations of facts, for any seeds and counts.
-    Raise a ValueError if the style or split is unknown, or the style cannot produce that many
-    different rows. Every style can produce 20,000 rows for each split.
+    Raise a ValueError if the style cannot produce that many different rows. Every style can produce
+    20,000 rows for each split.
     """
-    if style not in STYLES:
-        raise ValueError(f"unknown style {style!r}, expected one of {', '.join(STYLES)}")
-    if split not in get_args(Split):
-        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(Split))}")
     draw = Draw(f"{style} {split} {seed}")
     rows: dict[str, dict[str, str]] = {}
     repeated = 0
