@@ -1,6 +1,5 @@
 """Training of a random Llama in measurements: as a whole model, or split between two parties."""
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from finetuning.adapters.adapter import (
     trainable_parameters,
 )
 from finetuning.data.tokenization import Example
+from finetuning.files import filling
 from finetuning.model.base_model import loading_arguments, prepare
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
@@ -40,7 +40,6 @@ SEED = 0
 ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 FLOAT32 = ModelSettings(dtype="float32")
 LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds; longer than any measurement takes
-_DISK_RESERVE = 1.05
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Shape:
         return 4 * self.tokens * self.micro_batches * self.hidden * 2
 
     def save(self, directory: Path, dtype: torch.dtype, device: str) -> None:
-        """Write the model with random weights, drawn on a device; exit if the disk is too full.
+        """Write the model with random weights, drawn on a device.
 
         Embedding and output head are separate tensors.
         """
@@ -87,14 +86,10 @@ class Shape:
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(SEED)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        needed, free = model.get_memory_footprint(), shutil.disk_usage(directory).free
-        if free < _DISK_RESERVE * needed:
-            raise SystemExit(
-                f"the random weights take {needed / 1e9:.1f} GB and {directory} has "
-                f"{free / 1e9:.1f} GB free; set TMPDIR to a larger disk, or choose a smaller --size"
-            )
         # Save about one block per file, since a file's pages count as memory while it is read.
-        model.save_pretrained(directory, max_shard_size=needed // self.blocks)
+        of_a_block = model.get_memory_footprint() // self.blocks
+        with filling(directory):
+            model.save_pretrained(directory, max_shard_size=of_a_block)
 
 
 def random_examples(job: "Job") -> list[Example]:

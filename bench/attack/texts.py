@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from bench.attack.cells import Sizes
-from finetuning.data.rows import Row, parse_messages, parse_rows
+from finetuning.data.rows import Row, parse_messages
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
+from finetuning.settings import DataSettings
+from finetuning.tasks.reading import read_task_rows
 
 GENERATED = "generated"
 _COLLUDING, _ATTACKED = "court", "consultation"
@@ -81,20 +83,14 @@ def texts_in(folder: Path, tokenizer: Any, sizes: Sizes) -> Texts:
     rows belongs to the colluding client, the second half to the attacked client. Raise
     ``DataError``, which names file, line and reason, if rows are missing or malformed.
     """
-    training = _boolq(folder / "train.jsonl")
+    settings = DataSettings(task="boolq")
+    training, held_out = (
+        read_task_rows(folder / f"{part}.jsonl", settings) for part in ("train", "val")
+    )
     half = len(training) // 2
-    parts = (training[:half], _boolq(folder / "val.jsonl"), training[half:])
+    parts = (training[:half], held_out, training[half:])
     most = (rows[: sizes.texts] for rows in parts)
     return Texts(name=folder.name, tokenizer=tokenizer, sizes=sizes, parts=most)
-
-
-def _boolq(file: Path) -> list[Row]:
-    def parse(origin: str, value: Any) -> Row:
-        texts = {"instruction": value["passage"], "input": value["question"]}
-        messages = parse_messages(texts | {"output": "yes" if value["label"] else "no"})
-        return Row(messages, origin, value)
-
-    return parse_rows(file, parse, advice="download it again")
 
 
 def _common(examples: Sequence[Example]) -> int:

@@ -1,5 +1,6 @@
 """Prompts for generation, which are identical to the text before an answer in training."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,16 +64,11 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
     answer. Inputs are truncated to fit; a row is omitted if no answer would fit. Raise a DataError
     if the chat template rejects a row, or all rows are omitted.
     """
-    from finetuning.data.tokenization import tokenize
-
     asked, references = [], []
     for row in rows:
         last = max(i for i, turn in enumerate(row.messages) if turn["role"] == "assistant")
         references.append(row.messages[last]["content"])
         asked.append(replace(row, messages=(*row.messages[:last], _ANSWER)))
-    examples, _ = tokenize(asked, tokenizer, max_length)
-    # A template that changes earlier turns produces several examples per row.
-    last_examples = {example.row: example for example in examples}
     prompts = [
         replace(
             example,
@@ -80,7 +76,7 @@ def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> 
             is_target=example.is_target[: example.prompt_length],
             reference=references[row],
         )
-        for row, example in last_examples.items()
+        for row, example in _last_examples(asked, tokenizer, max_length).items()
         # If the last answer doesn't fit, the example ends with an earlier one.
         if example.reference == _PLACEHOLDER
     ]
@@ -97,11 +93,13 @@ def tokenize_prompts(rows: Sequence[Row], tokenizer: Any) -> "list[torch.Tensor]
 
     Raise a DataError if the chat template rejects a row.
     """
+    examples = _last_examples(rows, tokenizer, sys.maxsize)
+    return [example.tokens[: example.prompt_length] for example in examples.values()]
+
+
+def _last_examples(rows: Sequence[Row], tokenizer: Any, max_length: int) -> "dict[int, Example]":
+    """Return each row's last example, keyed by the row's index."""
     from finetuning.data.tokenization import tokenize
 
-    prompts = []
-    for row in rows:
-        # A template that changes earlier turns produces several examples per row.
-        examples, _ = tokenize([row], tokenizer)
-        prompts.append(examples[-1].tokens[: examples[-1].prompt_length])
-    return prompts
+    # A template that changes earlier turns produces several examples per row.
+    return {example.row: example for example in tokenize(rows, tokenizer, max_length)[0]}
