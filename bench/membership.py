@@ -76,13 +76,13 @@ def measure(
     found = []
     for count in rounds:
         rows = examples[:count]
-        candidates = [*rows, *others]
+        candidates = [collate([example], padding) for example in (*rows, *others)]
         load_state(parameters, before)
-        losses = _losses(model, candidates, padding)
-        gradients = [model.gradients_of(collate([example], padding)) for example in candidates]
+        losses = model.summed_losses(candidates)
+        gradients = [model.gradients_of(candidate) for candidate in candidates]
         train(rows)
         changes = {name: value.detach() - before[name] for name, value in parameters.items()}
-        after = _losses(model, candidates, padding)
+        after = model.summed_losses(candidates)
         gained = [old - new for old, new in zip(losses, after, strict=True)]
         aligned = [_alignment(gradient, changes) for gradient in gradients]
         tokens = _tokens(rows)
@@ -132,10 +132,6 @@ def _examples(tokenizer: Any, count: int, seed: int) -> list[Example]:
     rows = [Row(parse_messages(value), f"row {n}", dict(value)) for n, value in enumerate(values)]
     # Rows cycle through the matters, so the 64 rows outside the round contain all matters.
     return tokenize(rows, tokenizer, 128)[0]
-
-
-def _losses(model: WholeModel, examples: Sequence[Example], padding: int) -> list[float]:
-    return [model.summed_losses([collate([example], padding)])[0] for example in examples]
 
 
 def _told(scores: Sequence[float], members: int) -> float:

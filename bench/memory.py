@@ -18,6 +18,7 @@ share two heaps.
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import copy
 
 from bench.harness import Worker, command, make_table, show
 from bench.job import Course, Job, Shape, join, load_body, load_ends, open_model, random_job
@@ -40,27 +41,24 @@ _ALLOCATORS = {
 }
 
 
-class Client:
-    """A client that measures its own memory, in a separate process."""
-
-    def measure(self, job: Job, split: SplitSettings, invitation: Invitation) -> dict[str, int]:
-        """Train, and return byte counts by name."""
-        memory = Memory()
-        ends = load_ends(job, split)
-        loading = memory.peak()
-        tensors = [p for part in ends.values() for p in part.model.parameters()]
-        buffers = [b for part in ends.values() for b in part.model.buffers()]
-        with open_model(ends, invitation, job, split) as model:
-            join(model, job)
-            course = Course(job, model, model.parameters)
-            course.train(job.steps - 1)
-            peak = memory.peak()
-            saved = SavedTensors(tensors)
-            with saved.counting():
-                course.train(1)
-            model.end()
-        layers = bytes_of(tensors + buffers)
-        return {"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak}
+def measure_client(split: SplitSettings, job: Job, invitation: Invitation) -> dict[str, int]:
+    """Train a client, and return byte counts by name."""
+    memory = Memory()
+    ends = load_ends(job, split)
+    loading = memory.peak()
+    tensors = [p for part in ends.values() for p in part.model.parameters()]
+    buffers = [b for part in ends.values() for b in part.model.buffers()]
+    with open_model(ends, invitation, job, split) as model:
+        join(model, job)
+        course = Course(job, model, model.parameters)
+        course.train(job.steps - 1)
+        peak = memory.peak()
+        saved = SavedTensors(tensors)
+        with saved.counting():
+            course.train(1)
+        model.end()
+    layers = bytes_of(tensors + buffers)
+    return {"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak}
 
 
 class MeasuredServer:
@@ -87,11 +85,11 @@ class MeasuredServer:
 def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
     """Run a client and the servers that it needs; return the client's byte counts by name."""
     split = SplitSettings(frame_timeout=600.0)
-    with Worker(cores, Client) as client:
+    with Worker(cores, copy, split) as client:
         for each in (miniature, job):
             with Worker(cores, Server, [each], split) as server:
                 (invitation,) = server.ask(Server.invite)
-                measured = client.ask(Client.measure, each, split, invitation)
+                measured = client.ask(measure_client, each, invitation)
     return measured
 
 

@@ -7,10 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from chambers.errors import CommandError, read_bytes
 from federation.run_config import Scalar
+from finetuning.settings import Section
 
 # ``loss``: loss in nats per token of the reference. ``article``: whether the right one of twelve
 # Articles is the likeliest. ``accuracy``: whether a right candidate answer is the likeliest.
@@ -22,31 +23,25 @@ Reported = Literal["distance", "penalty_gradient_share"]
 Measure = Literal[_Likelihood, _Text, Reported]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-")
-    )
-
-
-class Arm(_Section):
+class Arm(Section):
     """A way of training to compare, such as a strategy, or the untrained base model."""
 
     label: str  # the arm's name in tables
-    settings: dict[str, Scalar] = {}
+    settings: dict[str, Scalar] = Field({})
     each_client: bool = False  # whether each client has a run of its own, on its rows alone
     trained: bool = True  # if False, there are no runs, and the base model is measured
     personalised: bool = False  # whether the clients' personalised models are measured, too
     clients: int | None = Field(None, gt=0)  # None: the default of `chambers train`
 
 
-class Size(_Section):
+class Size(Section):
     """Seeds and settings of all runs at one size."""
 
     seeds: list[int] = Field(min_length=1)
-    settings: dict[str, Scalar] = {}
+    settings: dict[str, Scalar] = Field({})
 
 
-class Table(_Section):
+class Table(Section):
     """A table of one measure, with models in rows."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # name of the table's files
@@ -58,15 +53,15 @@ class Table(_Section):
     against: str | None = None  # arm with which the others are compared, question by question
     heat_map: bool = False  # whether to also draw the values by model and group of questions
     # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
-    published: dict[str, dict[str, float]] = {}
+    published: dict[str, dict[str, float]] = Field({})
 
 
-class Experiment(_Section):
+class Experiment(Section):
     """The file of an experiment; sizes, variants and arms are keyed by name."""
 
     title: str
-    presets: list[str] = []
-    settings: dict[str, Scalar] = {}
+    presets: list[str] = Field([])
+    settings: dict[str, Scalar] = Field({})
     questions: int = Field(48, gt=0)  # maximum number of held-out questions for each client
     sizes: dict[str, Size] = Field(min_length=1)
     # Variants by name; each has settings that apply to every arm, such as a different data set.
