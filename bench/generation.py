@@ -1,0 +1,223 @@
+"""Generation with a split model: ``python -m bench.generation [--pairs 5]``.
+
+One process runs the clients and the whole model, and one the server. They and the proxies of slower
+lanes are bound to the same core and have one torch thread. Texts are generated greedily and with
+key-value caches, in ways that take turns. The wire type is float32; the run fails if the ways
+generate different tokens. CPU seconds are user and system time of client and server.
+
+*Splitting.* A batch of prompts of equal length is continued by the whole model, and over a lane.
+Ratios are a time ÷ the whole model's.
+
+*Drafts.* Over lanes with 0, 20 and 40 ms each way at 1 Gbit/s, SmolLM2-135M-Instruct repeats a
+clause of this project's licence, which is in the prompt, and answers a question, with and without
+``--draft prompt``.
+
+*Lanes.* SmolLM2-135M-Instruct with random adapters answers a question over each of eight lanes, one
+after another or at once. The clients are threads.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness import (
+    RATIOS,
+    Side,
+    Worker,
+    command,
+    compared_with,
+    make_table,
+    ratios,
+    show,
+    use_one_core,
+)
+from bench.job import (
+    LIFETIME,
+    SEED,
+    Job,
+    Shape,
+    load_body,
+    load_ends,
+    load_whole,
+    open_model,
+    random_job,
+    serving,
+)
+from bench.proxy import Proxy
+from chambers.drafts import find_draft
+from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.evaluation.generation import GREEDY, Answering
+from finetuning.model.base_model import load_tokenizer, locate
+from finetuning.model.whole_model import WholeModel
+from split.client.split_model import SplitModel
+from split.model.adapters import take_apart
+from split.protocol.tickets import Invitation
+from split.settings import SplitSettings
+
+_ROWS, _PROMPT, _NEW = 8, 64, 64  # of the batch that the whole model continues, too
+_DELAYS, _NEW_WITH_DRAFTS = (0.0, 0.02, 0.04), 96
+_LANES, _NEW_OVER_LANES = 8, 48
+_LICENCE = Path(__file__).parent.parent.joinpath("LICENSE").read_text().split("\n\n")
+_CLAUSE = next(" ".join(part.split()) for part in _LICENCE if "each Contributor hereby" in part)
+_PROMPTS = {
+    "a quotation": f"Repeat this clause word by word:\n\n{_CLAUSE}",
+    "a free answer": "What should a court consider before it declares a contract void?",
+}
+
+
+class Server:
+    """A block server in its own process, with numbered lanes."""
+
+    def __init__(self, job: Job, split: SplitSettings, lanes: int) -> None:
+        body = load_body(job, split)
+        parts = take_apart(job.state(), body.partition)
+        self._models = {"base": None, "global": parts["body"]}
+        self._server = serving(body, job, split, lanes, max_cached_tokens=job.shape.tokens)
+        self._lanes = lanes
+
+    def invite(self) -> list[Invitation]:
+        """Return an invitation for each lane."""
+        invite = self._server.invite_to_evaluate
+        return [invite(str(lane), 0, self._models, LIFETIME) for lane in range(self._lanes)]
+
+
+def open_lanes(
+    stack: ExitStack, cores: Collection[int], job: Job, delays: Sequence[float]
+) -> tuple[list[SplitModel], list[int]]:
+    """Open a lane with each delay, in seconds each way, to a block server in its own process.
+
+    A lane with a delay has a rate of 1 Gbit/s. The server has the models ``base`` and ``global``,
+    with the initial adapter. Return a model for each lane, and the ids of this process and the
+    server's.
+    """
+    split = SplitSettings(wire_dtype="float32")
+    server = stack.enter_context(Worker(cores, Server, job, split, len(delays)))
+    models = []
+    for delay, invitation in zip(delays, server.ask(Server.invite), strict=True):
+        address = invitation.address
+        if delay:
+            proxy = stack.enter_context(Worker(cores, Proxy, address, delay, 1.0))
+            address = proxy.ask(Proxy.address)
+        lane = open_model(load_ends(job, split), replace(invitation, address=address), job, split)
+        models.append(stack.enter_context(lane))
+    return models, [os.getpid(), server.pid]
+
+
+def continued(model: Answering, tokens: torch.Tensor, new: int, **settings: Any) -> torch.Tensor:
+    """Continue prompts of equal length, (rows, tokens), greedily by ``new`` tokens."""
+    settings |= {"min_new_tokens": new, "use_cache": True, "pad_token_id": 0, **GREEDY}
+    return model.generate(tokens, torch.ones_like(tokens), new, **settings)
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], Any]], pids: Sequence[int], pairs: int
+) -> list[Side]:
+    """Generate in all ways in turn; exit if the tokens differ from those of the first way."""
+    first, *others = sides = [Side(name, pids, warm_up=1) for name in ways]
+    for _ in range(first.warm_up + pairs):
+        texts = {}
+        for side in sides:
+            side.start()
+            texts[side.name] = ways[side.name]()
+            side.stop()
+        for side in others:
+            if not all(map(torch.equal, texts[side.name], texts[first.name])):
+                raise SystemExit(f"{side.name} generated other tokens than {first.name}")
+    return sides
+
+
+def compare_with_whole(core: Collection[int], pairs: int) -> None:
+    """Measure the whole model and a split model, and print the table."""
+    shape = Shape(rows=_ROWS, columns=_PROMPT + _NEW)
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(3, shape.vocabulary, (_ROWS, _PROMPT), generator=generator)
+    with random_job(shape, 1) as job, ExitStack() as stack:
+        (model,), pids = open_lanes(stack, core, job, delays=[0.0])
+        model.choose("global", model.parameters)
+        ways = {
+            "whole model": partial(continued, WholeModel(load_whole(job)), tokens, _NEW),
+            "split": partial(continued, model, tokens, _NEW),
+        }
+        sides = take_turns(ways, pids, pairs)
+    table = make_table("", "tokens/s", "ms per token of all rows", *RATIOS)
+    for side in sides:
+        median, _, _ = side.summary()
+        cells = [f"{_ROWS * _NEW / median:.0f}", f"{1000 * median / _NEW:.1f}"]
+        table.add_row(side.name, *cells, *ratios(side, sides[0]))
+    show(
+        f"{_ROWS} prompts of {_PROMPT} tokens, {_NEW} new tokens each; Llama with hidden size "
+        f"{shape.hidden} and {shape.blocks} blocks, the first and the last at the client",
+        table,
+    )
+
+
+def compare_drafts(core: Collection[int], pairs: int) -> None:
+    """Measure generation with and without drafts, and print the table."""
+    job, tokenizer = smollm2()
+    draft = find_draft("prompt", tokenizer).settings
+    prompts = tokenize_prompts(prompt_rows([*_PROMPTS.values()]), tokenizer)
+    table = make_table(
+        *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")
+    )
+    with ExitStack() as stack:
+        models, pids = open_lanes(stack, core, job, _DELAYS)
+        for model in models:
+            model.choose("base", None)
+        texts, lanes = zip(_PROMPTS, prompts, strict=True), zip(_DELAYS, models, strict=True)
+        for (kind, tokens), (delay, model) in product(texts, lanes):
+            plain = partial(continued, model, tokens[None], _NEW_WITH_DRAFTS)
+            sides = take_turns({"plain": plain, "drafts": partial(plain, **draft)}, pids, pairs)
+            cells = [f"{_NEW_WITH_DRAFTS / side.summary()[0]:.1f}" for side in sides]
+            compared = compared_with(*sides)
+            cells += [f"{compared[name]:.2f}" for name in ("medians", "minima")]
+            table.add_row(kind, f"{1000 * delay:g}", *cells)
+    show(f"{_NEW_WITH_DRAFTS} new tokens; {pairs} turns", table)
+
+
+def compare_lanes(core: Collection[int], pairs: int) -> None:
+    """Measure generation over several lanes in turn and at once, and print the table."""
+    job, tokenizer = smollm2()
+    questions = [f"May a tenant who owes {number} rents use the flat?" for number in range(_LANES)]
+    rows = [tokens[None] for tokens in tokenize_prompts(prompt_rows(questions), tokenizer)]
+    answer = partial(continued, new=_NEW_OVER_LANES)
+    with ExitStack() as stack:
+        models, pids = open_lanes(stack, core, job, [0.0] * _LANES)
+        for model in models:
+            model.choose("global", model.parameters)
+        pool = stack.enter_context(ThreadPoolExecutor(_LANES))
+        ways = {
+            "in turn": lambda: [*map(answer, models, rows)],
+            "at once": lambda: [*pool.map(answer, models, rows)],
+        }
+        sides = take_turns(ways, pids, pairs)
+    table = make_table("", "tokens/s", *RATIOS)
+    for side in sides:
+        rate = _LANES * _NEW_OVER_LANES / side.summary()[0]
+        table.add_row(side.name, f"{rate:.1f}", *ratios(sides[0], side))
+    show(f"{_LANES} lanes, {_NEW_OVER_LANES} new tokens; {pairs} turns", table)
+
+
+def smollm2() -> tuple[Job, Any]:
+    """Return a job with SmolLM2-135M-Instruct, and its tokenizer."""
+    directory = locate("smollm2")
+    return Job(directory, Shape(rows=1, columns=1024), steps=1), load_tokenizer(directory)
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    pairs = command(__doc__, pairs=5).parse_args().pairs
+    core = use_one_core()
+    for compare in (compare_with_whole, compare_drafts, compare_lanes):
+        compare(core, pairs)
+
+
+if __name__ == "__main__":
+    main()
