@@ -1,8 +1,8 @@
 """``chambers evaluate``: score whole or split models on tasks."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from chambers.sources import (
 )
 from finetuning.data.formats import DataError
 from finetuning.data.rows import find_part
-from finetuning.evaluation.bertscore import Encoder, EncoderError, find_encoder
+from finetuning.evaluation.bertscore import EncoderError, find_encoder
 from finetuning.files import replacing
 from finetuning.settings import ModelSettings
 from finetuning.tasks.question import Question
@@ -100,7 +100,16 @@ class Evaluate(BaseModelOptions):
     def __call__(self) -> int:
         """Score the models."""
         self._check()
-        encoder = self._encoder()
+        try:
+            self._score()
+        except EncoderError as error:
+            raise CommandError(f"--bertscore: {error}") from error
+        return 0
+
+    def _score(self) -> None:
+        encoder = None
+        if self.bertscore is not None:
+            encoder = find_encoder(self.bertscore, self.bertscore_layer)
         named = [self._named(text) for text in self.models or [""]]
         questions = {name: self._questions(name) for name in self._names() if name in TASKS}
         from chambers.models import find
@@ -108,7 +117,8 @@ class Evaluate(BaseModelOptions):
 
         # Delete temporary copies of rows on SIGTERM and SIGHUP, as after Ctrl-C.
         interrupt_at_end()
-        with self._harness() as harness:
+        with ExitStack() as stack:
+            harness = self._harness(stack)
             sources: dict[str, Source] = {}
             for text, options in zip(self.models or [""], named, strict=True):
                 source = find(options, self.invitation)
@@ -125,15 +135,12 @@ class Evaluate(BaseModelOptions):
                     harness=harness,
                     scores=scores,
                 )
-            except EncoderError as error:
-                raise CommandError(f"--bertscore: {error}") from error
             finally:
                 # Show and write the scores computed so far, even after an interruption.
                 if scores:
                     render(scores)
                 if scores and self.output:
                     self._write(self.output, sources, scores)
-        return 0
 
     def _check(self) -> None:
         """Refuse invalid options and missing folders."""
@@ -156,34 +163,22 @@ class Evaluate(BaseModelOptions):
         if not self.models and not self.invitation and not self.model:
             raise CommandError("no model is named: add the folder of a run, or a base model")
 
-    def _encoder(self) -> Encoder | None:
-        if self.bertscore is None:
-            return None
-        try:
-            return find_encoder(self.bertscore, self.bertscore_layer)
-        except EncoderError as error:
-            raise CommandError(f"--bertscore: {error}") from error
-
     def _names(self) -> list[str]:
         names = [name.strip() for name in self.tasks.split(",") if name.strip()]
         return [name.lower() if name.lower() in TASKS else name for name in names]
 
-    @contextmanager
-    def _harness(self) -> Iterator["Harness | None"]:
+    def _harness(self, stack: ExitStack) -> "Harness | None":
         names = [name for name in self._names() if name not in TASKS]
         if not names:
-            yield None
-            return
+            return None
         from finetuning.evaluation.harness import loaded_tasks
 
-        with ExitStack() as stack:
-            try:
-                manager = stack.enter_context(loaded_tasks(names, self.include))
-            except DataError as error:
-                near = get_close_matches(names[0], TASKS, n=1)
-                hint = f"; did you mean {near[0]}, a task of Chambers?" if near else ""
-                raise CommandError(f"--tasks {self.tasks}: {error}{hint}") from error
-            yield names, manager
+        try:
+            return names, stack.enter_context(loaded_tasks(names, self.include))
+        except DataError as error:
+            near = get_close_matches(names[0], TASKS, n=1)
+            hint = f"; did you mean {near[0]}, a task of Chambers?" if near else ""
+            raise CommandError(f"--tasks {self.tasks}: {error}{hint}") from error
 
     def _named(self, text: str) -> AdapterOptions:
         """Return the base model and adapter named by a command-line argument."""
