@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -84,7 +84,13 @@ class Generate(AdapterOptions):
         check_length(source, max(lengths), self.max_new_tokens + draft.room)
         if source.adapter is None:
             print("no --adapter: the base model answers", file=sys.stderr)
-        with opened(source) as model, _open_output(self.output) as output:
+        with opened(source) as model, ExitStack() as stack:
+            output: TextIO = sys.stdout
+            if self.output:
+                stack.enter_context(filling(self.output.absolute().parent))
+                # Text may contain unpaired surrogates; backslashreplace escapes them as JSON does.
+                file = self.output.open("w", encoding="utf-8", errors="backslashreplace")
+                output = stack.enter_context(file)
             texts = self._texts(model, tokenizer, prompts, source, draft)
             for row, text in zip(rows, texts, strict=True):
                 line = text
@@ -154,14 +160,3 @@ class Generate(AdapterOptions):
                     before_batch=seed,
                     finished=bar.update,
                 )
-
-
-@contextmanager
-def _open_output(file: Path | None) -> Iterator[TextIO]:
-    if file is None:
-        yield sys.stdout
-        return
-    # Text may contain unpaired surrogates; backslashreplace escapes them as JSON does.
-    stream = file.open("w", encoding="utf-8", errors="backslashreplace")
-    with filling(file.absolute().parent), stream:
-        yield stream

@@ -1,7 +1,5 @@
 """The models of ``chambers api`` and ``chambers chat``: a base model, and adapters for it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,9 +35,8 @@ class ModelsOptions(BaseModelOptions):
         for folder in [*(self.adapters or []), None]:
             self.with_adapter(folder, self.model)
 
-    @contextmanager
-    def answerer(self, batch_size: int, queue: int) -> "Iterator[Answerer]":
-        """Load the models, and answer requests within the context; see `Limits`."""
+    def answerer(self, batch_size: int, queue: int) -> "Answerer":
+        """Return the answerer of requests for the models; see `Limits`."""
         from chambers.drafts import find_draft
         from chambers.endpoint.answering import Answerer, Limits
         from finetuning.model.base_model import load_tokenizer
@@ -48,8 +45,7 @@ class ModelsOptions(BaseModelOptions):
         tokenizer = load_tokenizer(next(iter(sources.values())).directory)
         draft = find_draft(self.draft, tokenizer)
         limits = Limits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
-        with Answerer(sources, tokenizer, limits) as answerer:
-            yield answerer
+        return Answerer(sources, tokenizer, limits)
 
     def sources(self) -> "dict[str, Source]":
         """Return the models, keyed by name; raise ``UserError`` if their parts don't match."""
