@@ -110,14 +110,26 @@ def check_length(
 @contextmanager
 def opened(source: Source) -> Iterator[Model]:
     """Load the model, or load its head and tail and open a lane; raise ``UserError`` on failure."""
-    if source.invitation is None:
+    invitation = source.invitation
+    if invitation is None:
         yield _whole(source)
         return
+    client_parts = load_parts(
+        settings=source.settings,
+        directory=source.directory,
+        partition=_partition_of(invitation),
+        parties=_CLIENT_PARTS,
+    )
+    for part in client_parts.values():
+        if source.adapter is not None:
+            part.attach(source.adapter.settings)
     try:
-        with _split(source, source.invitation) as model:
+        with closing(LaneModel(client_parts, source, invitation)) as model:
             yield model
+            with suppress(LaneError):  # errors are unimportant: all texts have arrived
+                model.end()
     except LaneError as error:
-        raise explained(error, source.invitation) from error
+        raise explained(error, invitation) from error
 
 
 def _find_ends(
@@ -175,23 +187,6 @@ def _whole(source: Source) -> WholeModel:
             problem += f", or the adapter in {source.adapter.directory} is for a different one"
         raise CommandError(f"{problem}: {error}") from error
     return WholeModel(model)
-
-
-@contextmanager
-def _split(source: Source, invitation: StandingInvitation) -> Iterator[LaneModel]:
-    client_parts = load_parts(
-        settings=source.settings,
-        directory=source.directory,
-        partition=_partition_of(invitation),
-        parties=_CLIENT_PARTS,
-    )
-    for part in client_parts.values():
-        if source.adapter is not None:
-            part.attach(source.adapter.settings)
-    with closing(LaneModel(client_parts, source, invitation)) as model:
-        yield model
-        with suppress(LaneError):  # errors are unimportant: all texts have arrived
-            model.end()
 
 
 def _partition_of(invitation: StandingInvitation) -> Partition:
