@@ -71,21 +71,19 @@ class PrivateGradients:
         }
         losses = []
         for batch in batches:
-            parts = [self._add_rows(rows, sums) for rows in split_rows(batch, self._rows_at_once)]
+            parts = []
+            for rows in split_rows(batch, self._rows_at_once):
+                with torch.enable_grad():
+                    gradients, loss = self._model.row_gradients(rows)
+                for name, clipped in clipped_sums(gradients, noise.row_norm).items():
+                    sums[name].add_(clipped)
+                parts.append(loss)
             losses.append(torch.stack(parts).sum())
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
         # A loss that isn't finite must not end the round, because other parties would notice that.
         found = torch.stack(losses).tolist() if losses else []
         return [loss if math.isfinite(loss) else 0.0 for loss in found]
-
-    def _add_rows(self, batch: MicroBatch, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Add the clipped gradients of a group of rows to the sums; return its loss in nats."""
-        with torch.enable_grad():
-            gradients, loss = self._model.row_gradients(batch)
-        for name, clipped in clipped_sums(gradients, self._noise.row_norm).items():
-            sums[name].add_(clipped)
-        return loss
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
