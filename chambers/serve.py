@@ -150,22 +150,18 @@ class Serve(AdapterOptions):
                 "connect to that address"
             )
 
-        def chosen(name: str, default: Any) -> Any:
+        chosen: dict[str, Any] = {
+            "key_exchange": config.get("split.key-exchange"),
+            "activation_budget": self.max_tokens,
+            "listen": self.listen,
+            "advertise": self.advertise,
+        }
+        for name in ("head_blocks", "tail_blocks", "wire_dtype", "body_devices"):
             given = getattr(self, name)
             key = f"split.{name.replace('_', '-')}"
-            return config.get(key, default) if given is None else given
-
+            chosen[name] = config.get(key) if given is None else given
         try:
-            return SplitSettings(
-                head_blocks=chosen("head_blocks", 1),
-                tail_blocks=chosen("tail_blocks", 1),
-                wire_dtype=chosen("wire_dtype", "bfloat16"),
-                key_exchange=config.get("split.key-exchange", "ml-kem-768-x25519"),
-                body_devices=chosen("body_devices", ""),
-                activation_budget=self.max_tokens,
-                listen=self.listen,
-                advertise=self.advertise,
-            )
+            return SplitSettings(**{name: v for name, v in chosen.items() if v is not None})
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             name = str(problem["loc"][0]).replace("_", "-")

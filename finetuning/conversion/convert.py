@@ -34,7 +34,7 @@ def convert(
 
     Raise a ConversionError, and write nothing, if the checkpoint can't be converted.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = _read_json(source / "config.json")
     plan = _plan(config, source, version)
@@ -50,7 +50,12 @@ def convert(
         plan.config.architectures = [type(outline).__name__]
         plan.config.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        _generation_config(plan, tokenizer).save_pretrained(aside)
+        ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(plan.end_of_answer))]
+        GenerationConfig(
+            eos_token_id=ends if len(ends) > 1 else ends[0],
+            bos_token_id=tokenizer.bos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        ).save_pretrained(aside)
         for pattern in _LICENCES:
             for file in source.glob(pattern):
                 shutil.copy(file, aside)
@@ -97,17 +102,6 @@ def _converted(files: list[Path], plan: Plan, outline: Any) -> Iterator[tuple[st
         raise ConversionError(
             f"the checkpoint lacks {min(missing)} and {len(missing) - 1} other tensors"
         )
-
-
-def _generation_config(plan: Plan, tokenizer: Any) -> Any:
-    from transformers import GenerationConfig
-
-    ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(plan.end_of_answer))]
-    return GenerationConfig(
-        eos_token_id=ends if len(ends) > 1 else ends[0],
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
