@@ -76,6 +76,10 @@ class Processes(Side):
                 server.ask(Server.settle)
         return mean(losses)
 
+    def server_seconds(self) -> float:
+        """Return the mean CPU seconds per turn of the server's process."""
+        return mean(turn[len(self._clients)] for turn in self.cpu[self.warm_up :])
+
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """End the round; return each client's traffic and times, and each lane's at the server."""
         own = [account for client in self._clients for account in client.ask(Training.accounts)]

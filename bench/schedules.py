@@ -14,6 +14,9 @@ Each schedule has separate processes: one for the server, and one for each clien
 clients is measured separately, because many processes slow each other down. CPU seconds are user
 and system time of all of a schedule's processes; *pairs* is the median of the turns' ratios.
 
+The last columns are the server's CPU seconds per sample, and centralised CPU seconds ÷ the
+server's: the limit of the speed-up with more client machines.
+
 In the first step, client-batch and the whole model compute the same, except that hidden states are
 sent in bfloat16; the run fails if their losses differ by more than 1e-2.
 """
@@ -88,7 +91,9 @@ def main() -> None:
     arguments = parser.parse_args()
     core = {max(os.sched_getaffinity(0))}
     shape = Shape(vocabulary=2000)
-    table = make_table("clients", "", "samples/s", *RATIOS, "target")
+    table = make_table(
+        *("clients", "", "samples/s", *RATIOS, "target", "server s/sample", "limit"),
+    )
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
             with ExitStack() as stack:
@@ -98,7 +103,12 @@ def main() -> None:
             samples = clients * shape.rows * shape.micro_batches
             for side in sides:
                 cells = [f"{samples / side.summary()[0]:.2f}", *ratios(sides[0], side)]
-                table.add_row(str(clients), side.name, *cells, TARGETS.get(side.name, ""))
+                cells.append(TARGETS.get(side.name, ""))
+                if side is not sides[0]:
+                    seconds = side.server_seconds()
+                    limit = sides[0].summary()[2] / seconds
+                    cells += [f"{seconds / samples:.3f}", f"{limit:.2f}"]
+                table.add_row(str(clients), side.name, *cells)
     show(
         f"{shape}, {arguments.pairs} turns, wire type {SplitSettings().wire_dtype}, seed {SEED}",
         "samples per second and ratios to centralised training",
