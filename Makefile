@@ -7,12 +7,16 @@ export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
 # Tests start hundreds of processes: without Python's cache of compiled files, each compiles the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-accelerator test-all lint clean
+.PHONY: demo deployment test test-slow test-accelerator test-all lint clean
 
 # ARGS are settings of the run, such as: rounds=2 strategy="fl-glm"
 demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
 demo: $(VENV)/installed
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
+
+# The commands of docs/deployment.md in folders of this machine. MODEL is tiny, smollm2 or a path.
+deployment: $(VENV)/installed
+	@PATH="$(abspath $(BIN)):$$PATH" examples/deployment.sh .chambers/deployment
 
 # Tests sometimes wait for other processes, so there is one more worker than cores, but at most four.
 WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))

@@ -17,13 +17,16 @@ from chambers.evaluate import Evaluate
 from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
 from chambers.merge import Merge
+from chambers.run import Run
 from chambers.serve import Serve
 from chambers.sheet.make import Make
 from chambers.sheet.read import Read
-from chambers.site.certificates import Certificates
 from chambers.site.check import Check
-from chambers.site.keys import Key, SigningKey
+from chambers.site.coordinator import Coordinator
+from chambers.site.join import Join
+from chambers.site.nodes import Admit, Expel, Nodes
 from chambers.site.sign import Sign
+from chambers.site.up import Up
 from chambers.site.worker import Worker
 from chambers.status import Status
 from chambers.train import Train
@@ -32,7 +35,7 @@ from finetuning.errors import UserError
 # By default, Typer escapes "[required]" for rich, which is not used here to format the help.
 typer.core.HAS_RICH = False
 
-_NAMES: dict[type, str] = {}  # full names, such as "chambers site key"
+_NAMES: dict[type, str] = {}  # full names, such as "chambers site check"
 
 
 def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:
@@ -51,6 +54,7 @@ def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:
 
 _COMMANDS = {
     "train": Train,
+    "run": Run,
     "status": Status,
     "evaluate": Evaluate,
     "generate": Generate,
@@ -62,10 +66,13 @@ _COMMANDS = {
     "experiment": Experimenting,
 }
 _SITE_COMMANDS = {
-    "certificates": Certificates,
-    "key": Key,
-    "signing-key": SigningKey,
+    "coordinator": Coordinator,
     "sign": Sign,
+    "join": Join,
+    "admit": Admit,
+    "nodes": Nodes,
+    "expel": Expel,
+    "up": Up,
     "check": Check,
     "worker": Worker,
 }
@@ -110,10 +117,12 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     return command
 
 
-def _reason(error: UserError | OSError | RuntimeError) -> str:
+def _reason(error: UserError | click.ClickException | OSError | RuntimeError) -> str:
     """Return the text of an error for users; re-raise an unexpected ``RuntimeError``."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, click.ClickException):  # of Flower's client
+        return error.format_message()
     if isinstance(error, OSError):
         return described(error)
     if type(error).__name__ == "OutOfMemoryError":  # by name: importing PyTorch is slow
@@ -146,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (UserError, OSError, RuntimeError) as error:
+    except (UserError, click.ClickException, OSError, RuntimeError) as error:
         print(f"{name}: {_reason(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Locate the app's files and the presets, in a checkout or in the installed package."""
+"""Locate the app's files, presets and templates, in a checkout or in the installed package."""
 
 import shutil
 from pathlib import Path
@@ -11,6 +11,8 @@ _APP = ("server_app", "client_app", "strategies", "federation", "split", "finetu
 
 PROJECT = _ROOT / "pyproject.toml"
 _PRESETS = _ROOT / "presets"
+# Configuration files of a deployment, for the folder /srv/chambers.
+TEMPLATES = _ROOT / "docker"
 
 
 def app_files() -> dict[str, Path]:

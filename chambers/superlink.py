@@ -33,7 +33,7 @@ _FAILED = "Simulation failed with exception: "
 _UNSAID = {"", "N/A", "An error was encountered. Ending simulation."}
 _CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of the above)")
 _END_SECONDS = 15.0
-_MARK = "CHAMBERS_SIMULATION"
+MARK = "CHAMBERS_PROCESSES"  # environment variable that marks the processes of one command
 _COLOUR = re.compile(r"\x1b\[\d+m")
 # Start of a record in the log of Flower or uvicorn.
 _RECORD = re.compile(r"^(?:\S+ )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) ?(?::|\[)", re.MULTILINE)
@@ -45,7 +45,8 @@ class SuperLink:
 
     address: str  # host and port
     environment: dict[str, str]  # for commands that use the SuperLink and that end with it
-    log: Path  # file with its output
+    log: Path  # file with its output, if it exists
+    connection: str = "private"  # Flower's name of the connection
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        _MARK: mark,
+        MARK: mark,
         LINK: str(home / RUN_LINK),
     }
     (home / "config.toml").write_text(
@@ -96,8 +97,8 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         _await(port, process, log)
         yield SuperLink(f"127.0.0.1:{port}", environment, log)
     finally:
-        with _ignoring_signals():  # further signals would leave processes running
-            _end(process, mark)
+        end_processes(mark)
+        process.wait(_END_SECONDS)
 
 
 def _print(line: bytes) -> None:
@@ -106,7 +107,7 @@ def _print(line: bytes) -> None:
 
 
 def run_app(
-    app: Path,
+    app: Path | str,
     superlink: SuperLink,
     run_config: Mapping[str, Scalar],
     supernodes: int | None = None,
@@ -114,7 +115,7 @@ def run_app(
     gpus: int = 0,
     write: Callable[[bytes], None] = _print,
 ) -> str:
-    """Run the app in a folder, and call ``write`` with each line of its log.
+    """Run the app in a folder, or a release, and call ``write`` with each line of its log.
 
     ``run_config`` contains the settings that differ from the app's run config. ``supernodes`` is
     the number of simulated SuperNodes, which share the actors (by default, each has its own); the
@@ -125,7 +126,8 @@ def run_app(
     """
     config = Path(superlink.environment["FLWR_HOME"]) / "run-config.toml"
     config.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
-    command = ["flwr", "run", str(app), "--stream", "--run-config", str(config)]
+    command = ["flwr", "run", str(app), superlink.connection, "--stream"]
+    command += ["--run-config", str(config)]
     if supernodes is not None:
         actors = actors or supernodes
         # Ray starts one actor per CPU, so set the number of CPUs to that of the actors. By
@@ -142,24 +144,28 @@ def run_app(
     ) as flwr:
         assert flwr.stdout is not None
         recent = deque[bytes](maxlen=500)  # lines in which to search for the reason of a failure
+        run = ""
         try:
             for line in flwr.stdout:
                 write(line)
                 recent.append(line)
+                if started := re.search(rb"started run (\d+)", line):
+                    run = run or started[1].decode()
         except BaseException:
             flwr.kill()
             raise
     log = _COLOUR.sub("", b"".join(recent).decode(errors="replace"))
     if flwr.returncode != 0:
-        lines = [line.strip("│ ") for line in log.splitlines() if re.search(r"\w", line)]
-        return f"not started: flwr run refused it: {''.join(lines[-1:])}"
-    return _status(superlink, log)
+        lines = [line for line in log.splitlines() if re.search(r"\w", line)]
+        boxed = [line.strip("│ ") for line in lines if line.startswith("│")]
+        return f"not started: flwr run refused it: {' '.join(boxed or lines[-1:])}"
+    return _status(superlink, run, log)
 
 
-def _status(superlink: SuperLink, log: str) -> str:
-    """Query the run's status; the exit status of ``flwr run --stream`` doesn't reveal it."""
+def _status(superlink: SuperLink, run: str, log: str) -> str:
+    """Query a run's status; the exit status of ``flwr run --stream`` doesn't reveal it."""
     listing = subprocess.run(
-        ["flwr", "ls", "--format", "json"],
+        ["flwr", "ls", superlink.connection, "--run-id", run, "--format", "json"],
         # Disable colours: notebooks set FORCE_COLOR.
         env=superlink.environment | {"FORCE_COLOR": ""},
         check=False,
@@ -170,13 +176,14 @@ def _status(superlink: SuperLink, log: str) -> str:
         raise CommandError(
             f"the SuperLink doesn't report how the run ended: {listing.stderr.strip()[-2000:]}"
         )
-    run = json.loads(listing.stdout)["runs"][0]
-    status, details = str(run["status"]), str(run.get("status-details", ""))
+    found = json.loads(listing.stdout)["runs"][0]
+    status, details = str(found["status"]), str(found.get("status-details", ""))
     if status == COMPLETED:
         return status
     reason = details.removeprefix(_FAILED).strip()
     if reason in _UNSAID:
-        own = _COLOUR.sub("", superlink.log.read_text(encoding="utf-8", errors="replace"))
+        written = superlink.log.read_bytes() if superlink.log.exists() else b""
+        own = _COLOUR.sub("", written.decode(errors="replace"))
         reason = _last_error(log) or _last_error(own) or "Flower's log gives no reason"
     return f"{status}: {reason}"
 
@@ -222,20 +229,20 @@ def _ignoring_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """End the SuperLink and all processes that it started, including Ray's daemons."""
-    left = _processes_of(mark)
-    for other in left:
-        with suppress(psutil.NoSuchProcess):
-            other.terminate()
-    _, alive = psutil.wait_procs(left, timeout=_END_SECONDS)
-    # Search again, since processes may have been started in the meantime.
-    alive += [other for other in _processes_of(mark) if other not in alive]
-    for other in alive:
-        with suppress(psutil.NoSuchProcess):
-            other.kill()
-    psutil.wait_procs(alive, timeout=_END_SECONDS)
-    process.wait(_END_SECONDS)
+def end_processes(mark: str) -> None:
+    """End all processes with the mark, including those that outlive their parents."""
+    with _ignoring_signals():  # further signals would leave processes running
+        left = _processes_of(mark)
+        for other in left:
+            with suppress(psutil.NoSuchProcess):
+                other.terminate()
+        _, alive = psutil.wait_procs(left, timeout=_END_SECONDS)
+        # Search again, since processes may have been started in the meantime.
+        alive += [other for other in _processes_of(mark) if other not in alive]
+        for other in alive:
+            with suppress(psutil.NoSuchProcess):
+                other.kill()
+        psutil.wait_procs(alive, timeout=_END_SECONDS)
 
 
 def _processes_of(mark: str) -> list[psutil.Process]:
@@ -248,7 +255,7 @@ def _processes_of(mark: str) -> list[psutil.Process]:
     everything = [other for other in psutil.process_iter() if other.pid != os.getpid()]
     for other in everything:
         with suppress(psutil.Error, OSError):
-            if other.environ().get(_MARK) == mark:
+            if other.environ().get(MARK) == mark:
                 marked.append(other)
                 sessions.add(os.getsid(other.pid))
     sessions.discard(os.getsid(0))

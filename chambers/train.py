@@ -63,9 +63,9 @@ class Train:
         values = read_settings(self.settings or [])
         clients = self.clients or count_clients(values)
         # The default of min-nodes depends on ``sample``.
-        config = parse_run_config(_app_config() | {"min-nodes": 1} | values)
+        config = parse_run_config(app_config() | {"min-nodes": 1} | values)
         values.setdefault("min-nodes", config.sampled(clients))
-        config = parse_run_config(_app_config() | values)
+        config = parse_run_config(app_config() | values)
         if config.min_nodes > clients:
             raise CommandError(
                 f"min-nodes = {config.min_nodes} is more than the {clients} simulated clients; "
@@ -219,7 +219,7 @@ def make_folders(config: RunConfig) -> None:
             raise CommandError(f'{key} = "{directory}" can\'t be written to: {error}') from error
 
 
-def _app_config() -> dict[str, Any]:
+def app_config() -> dict[str, Any]:
     """Read the run config in ``pyproject.toml``, whose values Flower uses as defaults."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
     return _flatten(project["tool"]["flwr"]["app"]["config"])

@@ -10,7 +10,9 @@ of ``flwr`` in ``pyproject.toml``. Other modules import only names exported by `
 # ruff: noqa: F401
 # mypy: implicit-reexport
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 # `chambers site sign` reads an app's name from a release; `chambers site check` parses a node
@@ -30,6 +32,9 @@ from flwr.common.serde import (
     recorddict_to_proto,
 )
 
+# `chambers site nodes` lists names and keys, which `flwr supernode list` doesn't.
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+
 # `chambers site check` asks a SuperLink whether a node key is registered; no Flower command does.
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
 
@@ -40,7 +45,7 @@ from flwr.proto.message_pb2 import Message as MessageProto
 # Flower loads a complete reply before passing it to the app; Chambers limits the reply's size.
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 
-# Type of the node information that a grid returns.
+# Type of the node information that a grid or a SuperLink returns.
 from flwr.proto.node_pb2 import NodeInfo
 
 # Serialisation format of the records in a signed message.
@@ -48,6 +53,9 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 
 # A SuperLink may return other messages together with a reply; Chambers drops them.
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+
+# `chambers site nodes` connects as `flwr` does.
+from flwr.supercore.control import ControlHttpClient
 
 # Errors that a SuperLink returns for a node key.
 from flwr.supercore.error import ApiErrorCode, FlowerError
@@ -59,7 +67,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 
 # Encoding of a node key in requests to a SuperLink.
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes
 
 # Sets the run and node that messages created in this process belong to.
 from flwr.supercore.task_identity import TaskIdentity
@@ -78,3 +86,18 @@ def build_release(files: Mapping[str, Path]) -> bytes:
     from flwr.cli.build import build_fab_from_files
 
     return build_fab_from_files(files)[0]
+
+
+@contextmanager
+def control_client() -> Iterator[ControlHttpClient]:
+    """Connect to the deployment as ``flwr`` does; its errors are ``click.ClickException``."""
+    from flwr.cli.flower_config import read_superlink_connection
+    from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connection
+
+    with redirect_stdout(sys.stderr):  # it prints the connection
+        client = init_http_client_from_connection(read_superlink_connection("deployment"))
+    try:
+        with flwr_cli_exc_handler():
+            yield client
+    finally:
+        client.close()

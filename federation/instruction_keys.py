@@ -33,7 +33,7 @@ def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
     if not config.instruction_key:
         raise ConfigError(
             "instructions to institutions must be signed: set instruction-key to the file "
-            "instructions.key that `chambers site certificates` wrote, such as "
+            "instructions.key that `chambers site coordinator` wrote, such as "
             'instruction-key = "/srv/chambers/instructions.key"; or to "none" if all institutions '
             "accept instructions that any of them can forge"
         )
@@ -57,7 +57,7 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
             f"instruction-key = {str(file)!r} is not an Ed25519 key in OpenSSH's format without a "
-            "passphrase; `chambers site certificates` writes such a key"
+            "passphrase; `chambers site coordinator` writes such a key"
         )
     return key
 

@@ -116,7 +116,7 @@ class RunConfig(Section):
     instruction_key: str = Field(
         "",
         description="File on the coordinator's machine with the key that signs instructions: the "
-        "`instructions.key` that `chambers site certificates` writes; an absolute path. `none`: "
+        "`instructions.key` that `chambers site coordinator` writes; an absolute path. `none`: "
         "instructions aren't signed. Required in a deployment, not used in simulations.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)

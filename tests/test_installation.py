@@ -96,8 +96,7 @@ def test_the_installed_package_trains(run, tmp_path, checkpoint, client_folders)
 
 
 def test_the_installed_package_signs_the_checkout_s_release(run, tmp_path):
-    run("chambers", "site", "signing-key", "reviewer")
-    shown = run("chambers", "site", "sign", "--key", "reviewer", "--output", "release")
-    assert "flwr run @chambers/chambers==" in shown
+    shown = run("chambers", "site", "sign", "--key", "reviewer/key", "--output", "release")
+    assert "release: @chambers/chambers==" in shown
     (file,) = (tmp_path / "empty" / "release").glob("*.fab")
     assert file.read_bytes() == build_fab_from_disk(ROOT)

@@ -117,11 +117,11 @@ def check_names(names: Sequence[str]) -> list[str]:
     Raise ``CommandError`` if there are none, or one is neither a host name nor an address.
     """
     if not names:
-        raise CommandError("--name is missing: give the host name of the proxy")
+        raise CommandError("NAME is missing: give the host name of the proxy")
     for name in names:
         if not (_HOST.fullmatch(name) or _address(name)):
             raise CommandError(
-                f"--name {name}: must be a host name such as coordinator.example.org, or an IP "
+                f"{name!r} must be a host name such as coordinator.example.org, or an IP "
                 "address, without a port"
             )
     return list(dict.fromkeys([*names, *LOOPBACK]))

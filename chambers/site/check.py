@@ -20,7 +20,7 @@ class Check:
         --trusted-entities trusted.yaml \\
         --node-config 'name="court" data-path="/data/court" policy="/srv/chambers/policy.toml"'
 
-    At the coordinator, with the folder that chambers site certificates has written:
+    At the coordinator, with the folder that chambers site coordinator has written:
 
     \b
       chambers site check --coordinator /srv/chambers --proxy coordinator.example.org:8443 \\
@@ -42,7 +42,7 @@ class Check:
         Path | None, option("The coordinator's authority.pem.", "FILE")
     ] = None
     auth_supernode_private_key: Annotated[
-        Path | None, option("Node key, from chambers site key.", "FILE")
+        Path | None, option("Node key, from chambers site join.", "FILE")
     ] = None
     trusted_entities: Annotated[
         Path | None, option("Keys of the reviewers whose releases may run here.", "FILE")

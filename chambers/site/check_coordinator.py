@@ -41,7 +41,7 @@ def check_coordinator(options: "Check") -> Report:
     report.line(_pair, server, server.with_suffix(".key"))
     report.line(_chain, server, authority)
     report.line(_names, server, proxy)
-    renewal = f"chambers site certificates {folder}, then restart the proxy and the SuperLink"
+    renewal = f"{_renewal(server)}, then restart the proxy and the SuperLink"
     report.line(lasting_file, server, renewal)
     report.line(lasting_file, authority, "create a new authority, as docs/operations.md describes")
     report.line(check_instructions, folder)
@@ -66,9 +66,7 @@ def check_coordinator(options: "Check") -> Report:
 
 def _pair(file: Path, key_file: Path) -> str:
     if read_key(key_file).public_key() != read_certificate(file).public_key():
-        raise CommandError(
-            f"{key_file} is not the key of {file}: run chambers site certificates {file.parent}"
-        )
+        raise CommandError(f"{key_file} is not the key of {file}: {_renewal(file)}")
     if key_file.stat().st_mode & 0o077:
         raise CommandError(f"{key_file} can be read by other users: chmod 600 {key_file}")
     return f"{key_file} is the key of {file}"
@@ -78,9 +76,7 @@ def _chain(file: Path, authority: Path) -> str:
     try:
         read_certificate(file).verify_directly_issued_by(read_certificate(authority))
     except (InvalidSignature, TypeError, ValueError) as error:
-        raise CommandError(
-            f"{file} is not signed by {authority}: run chambers site certificates {file.parent}"
-        ) from error
+        raise CommandError(f"{file} is not signed by {authority}: {_renewal(file)}") from error
     return f"{file} is signed by {authority}"
 
 
@@ -89,12 +85,13 @@ def _names(file: Path, proxy: str) -> str:
     host, _ = host_and_port(proxy)
     missing = [name for name in dict.fromkeys([host, *LOOPBACK]) if name not in names]
     if missing:
-        every = " ".join(f"--name {name}" for name in dict.fromkeys([*names, host]))
-        raise CommandError(
-            f"{file} is not valid for {', '.join(missing)}: run chambers site certificates "
-            f"{file.parent} {every}"
-        )
+        problem = f"{file} is not valid for {', '.join(missing)}"
+        raise CommandError(f"{problem}: {_renewal(file)}, with this name")
     return f"{file} is valid for {', '.join(names)}"
+
+
+def _renewal(server: Path) -> str:
+    return f"delete {server}, and run chambers site coordinator again"
 
 
 def _answers(what: str, address: str, folder: Path) -> str:

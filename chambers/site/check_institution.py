@@ -8,7 +8,6 @@ import platformdirs
 import yaml
 from click import ClickException
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import ValidationError
@@ -16,9 +15,9 @@ from pydantic import ValidationError
 from chambers.errors import CommandError, read_bytes
 from chambers.site.check_machine import disk, gpu, model
 from chambers.site.connection import clock, filtered, healthy, lasting, lasting_file
+from chambers.site.keys import read_node_key
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
-from chambers.site.ssh_keys import read_private_key
 from federation.flower_internals import parse_config_args
 from federation.instruction_keys import read_public_key
 from federation.node_config import check_keys, name_and_data_path
@@ -34,8 +33,11 @@ if TYPE_CHECKING:
     from chambers.site.check import Check
 
 
-def check_institution(options: "Check") -> Report:
-    """Check the connection to the coordinator, keys, policy, data, model and machine."""
+def check_institution(options: "Check", registered: bool = True) -> Report:
+    """Check the connection to the coordinator, keys, policy, data, model and machine.
+
+    Unless ``registered``, the node key need not be registered yet.
+    """
     superlink, node_config = options.superlink, options.node_config
     authority, key_file = options.root_certificates, options.auth_supernode_private_key
     assert authority and key_file
@@ -47,7 +49,7 @@ def check_institution(options: "Check") -> Report:
         what = f"the certificate of {superlink}"
         report.line(lasting, answer.certificate, what, "the coordinator must renew it")
         report.line(filtered, superlink, authority)
-        if report.line(clock, answer.ahead) and has_key:
+        if report.line(clock, answer.ahead) and has_key and registered:
             report.line(_registered, superlink, authority, key_file)
     report.line(_trusted, options.trusted_entities)
     report.line(_policy, node_config)
@@ -61,29 +63,16 @@ def check_institution(options: "Check") -> Report:
 
 
 def _readable(file: Path) -> str:
-    _node_key(file)
+    read_node_key(file)
     return f"{file} is a node key that Flower can read"
-
-
-def _node_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    """Read a node key that Flower accepts and that other users can't read."""
-    key = read_private_key(file)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise CommandError(
-            f"{file} is not a key that Flower can read (elliptic curve, OpenSSH format, no "
-            "passphrase); chambers site key writes one"
-        )
-    if file.stat().st_mode & 0o077:
-        raise CommandError(f"{file} can be read by other users: chmod 600 {file}")
-    return key
 
 
 def _registered(superlink: str, authority: Path, file: Path) -> str:
     """Check that the coordinator has registered the node key."""
-    if not is_registered(superlink, authority, _node_key(file)):
+    if not is_registered(superlink, authority, read_node_key(file)):
         raise CommandError(
-            f"{file} is not registered: send {file}.pub to the coordinator, who runs "
-            f"flwr supernode register {file.name}.pub deployment --name NAME"
+            f"{file} is not registered: send {file}.pub to the coordinator, who runs chambers "
+            f"site admit {file.name}.pub --name NAME"
         )
     return f"{file} is registered"
 
@@ -102,8 +91,7 @@ def _trusted(file: Path | None) -> str:
     if not isinstance(entities, dict) or not entities:
         raise CommandError(
             f"{file} names no key: the SuperNode refuses to start if the file is empty, and runs "
-            "any code if the file contains {}; add the line that chambers site signing-key has "
-            "printed for your reviewer"
+            "any code if the file contains {}; get trusted.yaml from your reviewer"
         )
     for name, line in entities.items():
         try:
@@ -112,8 +100,7 @@ def _trusted(file: Path | None) -> str:
             key = None
         if not isinstance(key, Ed25519PublicKey):
             raise CommandError(
-                f"{file}: {name} is not an Ed25519 key: copy the line that chambers site "
-                "signing-key has printed"
+                f"{file}: {name} is not an Ed25519 key: get trusted.yaml from your reviewer"
             )
     return f"{file}: accepts releases signed by {' or '.join(map(str, entities))}"
 

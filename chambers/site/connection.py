@@ -142,14 +142,14 @@ def _certificate_problem(error: ssl.SSLCertVerificationError, host: str, authori
     if error.verify_code == _EXPIRED:
         return (
             "the certificate has expired, if this machine's clock is right: the coordinator must "
-            "run chambers site certificates again, and restart the proxy and the SuperLink"
+            "renew it (docs/operations.md)"
         )
     if error.verify_code == _NOT_YET_VALID:
         return "the certificate is not valid yet: set this machine's clock"
     if error.verify_code in {_OTHER_HOST, _OTHER_ADDRESS}:
         return (
             f"the certificate is not valid for the name {host}: use a name in it, or ask the "
-            f"coordinator to run chambers site certificates with --name {host} and all other names"
+            f"coordinator for a certificate that is valid for {host}"
         )
     return (
         f"the certificate is not signed by the authority in {authority} ({error.verify_message}): "

@@ -35,7 +35,7 @@ def check_instructions(folder: Path) -> str:
     except (ConfigError, PolicyError) as error:
         raise CommandError(
             f"{error}: restore both {KEY} and {PUBLIC}; or remove both, run chambers site "
-            f"certificates {folder}, and hand every institution the new {PUBLIC}"
+            f"coordinator again, and send every institution the new {PUBLIC}"
         ) from error
     if not same:
         raise CommandError(f"{public} is not the public half of {file}")

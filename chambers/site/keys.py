@@ -1,65 +1,61 @@
-"""``chambers site key`` and ``chambers site signing-key``: create keys for a site or a reviewer."""
+"""Node keys, which authenticate institutions to the coordinator's SuperLink."""
 
-import json
-from dataclasses import dataclass
+import hashlib
 from pathlib import Path
-from typing import Annotated
 
-from chambers.sources import argument
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+from chambers.errors import CommandError, read_bytes
+from chambers.site.ssh_keys import public_line, read_private_key, write_pair
+from finetuning.files import replacing
 
 
-@dataclass(frozen=True)
-class Key:
-    """Write a node key, which authenticates this institution to the coordinator's SuperLink.
+def open_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a node key that Flower accepts and other users can't read; create it if missing.
 
-    \b
-      chambers site key /srv/chambers/node
-
-    The private key is written to FILE and stays at the institution. The public key is written to
-    FILE.pub, for the coordinator to register.
-    """  # noqa: D301 - click's mark for lines that are not to be wrapped
-
-    file: Annotated[Path, argument("FILE")]
-
-    def __call__(self) -> int:
-        """Write the key pair; refuse to overwrite existing files."""
-        from cryptography.hazmat.primitives.asymmetric import ec
-
-        from chambers.site.ssh_keys import write_pair
-
+    The public key is in the file with the suffix ``.pub``.
+    """
+    public = file.with_name(f"{file.name}.pub")
+    if not file.exists():
         # Flower reads only keys on NIST curves in OpenSSH format, without a passphrase.
-        public = write_pair(self.file, ec.generate_private_key(ec.SECP384R1()))
-        print(f"{self.file}: for flower-supernode --auth-supernode-private-key; keep it secret")
-        print(f"{public}: send it to the coordinator, who registers it with")
-        print(f"  flwr supernode register {public.name} deployment --name NAME")
-        return 0
+        write_pair(file, ec.generate_private_key(ec.SECP384R1()))
+    key = read_node_key(file)
+    if not public.exists():
+        with replacing(public) as aside:
+            aside.write_text(_line(key.public_key()))
+    return key
 
 
-@dataclass(frozen=True)
-class SigningKey:
-    """Write a reviewer's key, for chambers site sign.
+def read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a node key that Flower accepts and that other users can't read."""
+    key = read_private_key(file)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CommandError(
+            f"{file} is not a key that Flower can read (elliptic curve, OpenSSH format, no "
+            "passphrase); chambers site join writes one"
+        )
+    if file.stat().st_mode & 0o077:
+        raise CommandError(f"{file} can be read by other users: chmod 600 {file}")
+    return key
 
-    \b
-      chambers site signing-key ~/reviewer
 
-    The private key is written to FILE and stays with the reviewer; the public key is written to
-    FILE.pub. To trust the reviewer at a SuperNode, add the printed line to the file that is given
-    to flower-supernode with --trusted-entities.
-    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+def read_public_key(file: Path) -> ec.EllipticCurvePublicKey:
+    """Read a node's public key; raise ``CommandError`` if the file isn't one."""
+    try:
+        key = load_ssh_public_key(read_bytes(file))
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise CommandError(f"{file} is not the node.pub that chambers site join has written")
+    return key
 
-    file: Annotated[Path, argument("FILE")]
 
-    def __call__(self) -> int:
-        """Write the key pair; refuse to overwrite existing files."""
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+def digest(key: ec.EllipticCurvePublicKey) -> str:
+    """Return the SHA-256 digest of the ``node.pub`` that ``chambers site join`` writes."""
+    return hashlib.sha256(_line(key).encode()).hexdigest()
 
-        from chambers.site.release import key_id
-        from chambers.site.ssh_keys import public_line, write_pair
 
-        key = Ed25519PrivateKey.generate()
-        public = write_pair(self.file, key)
-        print(f"{self.file}: for chambers site sign --key; keep it secret")
-        print(f"{public}: the public key")
-        print("line for the trusted.yaml of each site that trusts this reviewer:")
-        print(f"{key_id(key)}: {json.dumps(public_line(key, self.file.name))}")
-        return 0
+def _line(key: ec.EllipticCurvePublicKey) -> str:
+    return f"{public_line(key, 'node')}\n"

@@ -7,6 +7,7 @@ the release and the signatures, which the SuperLink forwards to the SuperNodes. 
 
 import base64
 import hashlib
+import json
 import time
 import zipfile
 from pathlib import Path
@@ -15,7 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ValidationError
 
 from chambers.errors import CommandError
-from chambers.site.ssh_keys import read_private_key
+from chambers.site.host import TRUSTED
+from chambers.site.ssh_keys import read_private_key, write_pair
 from finetuning.files import replacing
 
 ANSWER = "fetch-fab.json"
@@ -43,12 +45,22 @@ def key_id(key: Ed25519PrivateKey) -> str:
     return f"fpk_{hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()[:16]}"
 
 
-def read_signing_key(file: Path) -> Ed25519PrivateKey:
-    """Read a reviewer's key; raise ``CommandError`` if the file isn't one."""
+def open_signing_key(file: Path) -> Ed25519PrivateKey:
+    """Read a reviewer's key; raise ``CommandError`` if the file isn't one.
+
+    If there is no such file, write a new key, and ``trusted.yaml`` for institutions beside it.
+    """
+    if not file.exists():
+        new, trusted = Ed25519PrivateKey.generate(), file.with_name(TRUSTED)
+        if trusted.exists():
+            raise CommandError(f"{file} is missing, but {trusted} exists: use another folder")
+        public = write_pair(file, new)
+        with replacing(trusted) as aside:
+            aside.write_text(f"{key_id(new)}: {json.dumps(public.read_text().strip())}\n")
     key = read_private_key(file)
     if not isinstance(key, Ed25519PrivateKey):
         raise CommandError(
-            f"{file} is not a signing key without a passphrase; chambers site signing-key makes one"
+            f"{file} is not a signing key without a passphrase; chambers site sign makes one"
         )
     return key
 

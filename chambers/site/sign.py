@@ -6,6 +6,7 @@ from typing import Annotated
 
 from chambers.app_folder import app_files
 from chambers.errors import CommandError, read_bytes
+from chambers.site.host import TRUSTED, print_digests
 from chambers.sources import argument, option
 
 
@@ -14,8 +15,11 @@ class Sign:
     """Sign a release of the app that you have reviewed.
 
     \b
-      chambers site sign --key ~/reviewer --output release
-      chambers site sign chambers.chambers.0-1-0.1a2b3c4d.fab --key ~/reviewer --output release
+      chambers site sign --key ~/reviewer/key --output release
+      chambers site sign chambers.chambers.0-1-0.1a2b3c4d.fab --key ~/reviewer/key --output release
+
+    If there is no key yet, a new one is written, with a file trusted.yaml beside it, for the
+    institutions that trust you. Whoever has the key decides what runs there.
 
     RELEASE is a file made by flwr build: a zip archive with the code that runs at a site. Without
     RELEASE, a release is built from the installed version of Chambers; it is identical to the one
@@ -27,7 +31,7 @@ class Sign:
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     release: Annotated[Path | None, argument("[RELEASE.fab]")] = None
-    key: Annotated[Path, option("Signing key, from chambers site signing-key.", "FILE")]
+    key: Annotated[Path, option("Your signing key; written if it is missing.", "FILE")]
     output: Annotated[Path, option("Folder for the release and its signatures.", "FOLDER")]
     url: Annotated[
         str, option("URL where the SuperLink finds FOLDER; default http://127.0.0.1:8002.", "URL")
@@ -37,18 +41,23 @@ class Sign:
         """Sign the release."""
         if not self.url.startswith(("http://", "https://")):
             raise CommandError(f"--url {self.url}: must begin with http:// or https://")
-        from chambers.site.release import app_of, key_id, publish, read_signing_key, sign
+        from chambers.site.release import app_of, key_id, open_signing_key, publish, sign
         from federation.flower_internals import build_release
 
         content = read_bytes(self.release) if self.release else build_release(app_files())
         release = self.release or "the release of the installed chambers"
         app = app_of(content, release)
-        key = read_signing_key(self.key)
+        if not self.key.exists():
+            print(f"{self.key}: a new signing key; keep it secret")
+        key = open_signing_key(self.key)
         signers = publish(
             folder=self.output, content=content, verification=sign(content, key), url=self.url
         )
         print(f"{release}: signed by {key_id(key)}")
         names = ", ".join(signers)
-        print(f"{self.output}: {app}, signed by {names}; to run it at the coordinator:")
-        print(f"  flwr run {app} deployment")
+        print(f"{self.output}: {app}, signed by {names}; give this folder to the coordinator")
+        trusted = self.key.with_name(TRUSTED)
+        if trusted.exists():
+            print(f"send {trusted} to every institution that trusts you, and read out to it:")
+            print_digests(trusted)
         return 0

@@ -4,7 +4,10 @@ from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+    Ed25519PrivateKey,
+    Ed25519PublicKey,
+)
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -17,6 +20,7 @@ from chambers.errors import CommandError, read_bytes
 from finetuning.files import replacing, write_secret
 
 PrivateKey = ec.EllipticCurvePrivateKey | Ed25519PrivateKey
+PublicKey = ec.EllipticCurvePublicKey | Ed25519PublicKey
 
 
 def read_private_key(file: Path) -> object:
@@ -27,9 +31,9 @@ def read_private_key(file: Path) -> object:
         return None
 
 
-def public_line(key: PrivateKey, comment: str) -> str:
+def public_line(key: PublicKey, comment: str) -> str:
     """Return the line that a public key file contains."""
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    public = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     return f"{public.decode()} {comment}"
 
 
@@ -42,9 +46,9 @@ def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> Path:
     for target in (file, public):
         if target.exists():
             raise CommandError(
-                f"{target} exists; choose a new name, and register or trust the new key"
+                f"{target} exists: move it away for a new key, which must be admitted or trusted"
             )
     write_secret(file, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     with replacing(public) as aside:
-        aside.write_text(public_line(key, file.name) + "\n")
+        aside.write_text(public_line(key.public_key(), file.name) + "\n")
     return public

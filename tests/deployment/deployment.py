@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from chambers.site.authority import check_names, open_authority
+from chambers.site.instructions import open_instructions
+from chambers.site.keys import open_node_key
 from federation.run_config import Scalar
 from tests.deployment.compose import read_services
 from tests.deployment.hosts import FOLDER, Host, network
@@ -149,8 +152,9 @@ class Deployment:
         return self.flwr(*command, seconds=_RUN_SECONDS)
 
     def _prepare_coordinator(self, host: Host, model: Path) -> None:
-        names = dict.fromkeys((host.address, host.loopback))
-        site(host, "certificates", ".", *(word for name in names for word in ("--name", name)))
+        names = list(dict.fromkeys((host.address, host.loopback)))
+        open_authority(host.folder).issue(host.folder, check_names(names), 365)
+        open_instructions(host.folder)
         (host.folder / "superexec.secret").write_bytes(secrets.token_bytes(32))
         _sign_release(host)
         host.make_writable("proxy")
@@ -170,7 +174,7 @@ class Deployment:
 
     def _prepare_institution(self, host: Host, data: Path, model: Path) -> None:
         coordinator = self.hosts["coordinator"]
-        site(host, "key", "node")
+        open_node_key(host.folder / "node")
         for name in ("authority.pem", "instructions.pub", "trusted.yaml"):
             shutil.copy(coordinator.folder / name, host.folder)
         (host.folder / "superexec.secret").write_bytes(secrets.token_bytes(32))
@@ -203,23 +207,9 @@ class Deployment:
         return self.programs[host.name]
 
 
-def site(host: Host, *arguments: str) -> str:
-    """Run ``chambers site`` in the host's folder, and return its output.
-
-    Raises:
-        DeploymentError: The command failed.
-
-    """
-    return _run_in(host.folder, sys.executable, "-m", "chambers", "site", *arguments)
-
-
 def _sign_release(host: Host) -> None:
     """Build the release and sign it with the key of a reviewer whom all sites trust."""
-    _run_in(host.folder, "flwr", "build", "--app", str(CHECKOUT))
-    (release,) = host.folder.glob("*.fab")
-    trust = site(host, "signing-key", "reviewer").splitlines()[-1]
-    (host.folder / "trusted.yaml").write_text(f"{trust}\n")
-    site(host, "sign", release.name, "--key", "reviewer", "--output", "release")
+    _run_in(host.folder, "chambers", "site", "sign", "--key", "reviewer", "--output", "release")
     if not host.namespace:
         answer = host.folder / "release" / "fetch-fab.json"
         answer.write_text(host.here(answer.read_text()))

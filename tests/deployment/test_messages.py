@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from chambers.site.authority import open_authority
+from chambers.site.keys import open_node_key
+from chambers.site.release import open_signing_key
 from tests.conftest import write_checkpoint
 from tests.deployment.conftest import explained
-from tests.deployment.deployment import CHECKOUT, COMPLETED, DeploymentError, site
+from tests.deployment.deployment import CHECKOUT, COMPLETED, DeploymentError
 from tests.deployment.hosts import FOLDER
 from tests.deployment.test_hosts import SHORT
 
@@ -75,8 +77,8 @@ def test_a_certificate_for_another_name(running):
 
 @pytest.mark.nightly
 def test_a_key_that_is_not_registered_or_in_use(running):
-    site(running.hosts["court"], "key", "unregistered")
     key = running.hosts["court"].folder / "unregistered"
+    open_node_key(key)
     for option in (f"--auth-supernode-private-key={key}", "--port=9095"):
         explained(supernode(running, option), "[code: 2004] Failed to activate SuperNode.")
 
@@ -89,8 +91,8 @@ def test_no_key(running):
 
 @pytest.mark.nightly
 def test_a_signing_key_as_node_key(running):
-    site(running.hosts["court"], "signing-key", "signing")
-    key = running.hosts["court"].folder / "signing"
+    key = running.hosts["court"].folder / "signing" / "key"
+    open_signing_key(key)
     said = supernode(running, f"--auth-supernode-private-key={key}")
     explained(said, "Unable to parse the private key file.")
 

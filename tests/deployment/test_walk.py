@@ -1,110 +1,160 @@
-"""The commands of docs/deployment.md, word for word, with three folders as three hosts."""
+"""The commands of docs/deployment.md, word for word, with a folder for each organisation."""
 
-import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from server_app.main import STRATEGIES
 from tests.conftest import write_checkpoint, write_rows
-from tests.deployment.deployment import CHECKOUT, COMPLETED
+from tests.deployment.deployment import CHECKOUT
 from tests.deployment.hosts import namespaces_permitted
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PAGE = (CHECKOUT / "docs" / "deployment.md").read_text()
-# The host's name follows the language.
-BLOCKS = re.findall(r"^```sh (\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+# The organisation's name follows the language; "up" marks programs that run in the foreground.
+BLOCKS = re.findall(r"^```sh (\w+)( up)?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+INSTITUTIONS = ("court", "consultation")
 SECONDS = 600
 
 
+class Walk:
+    """Organisations' folders, and a network in which the coordinator has its name."""
+
+    def __init__(self, folder: Path, namespace: str, model: Path):
+        self.folder, self.model, self.programs = folder, model, []
+        self._enter = ["ip", "netns", "exec", namespace]
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self._environment = os.environ | {"PATH": path, "PYTHONPATH": str(CHECKOUT)}
+        self._environment["PYTHONUNBUFFERED"] = "1"
+
+    def start(self, organisation: str, block: str) -> tuple[subprocess.Popen, Path]:
+        """Start a block's commands in an organisation's folder; return the process and its log."""
+        for placeholder, value in {
+            "/data/legal": self.folder / "data" / organisation,
+            "/models/qwen": self.model,
+        }.items():
+            block = block.replace(placeholder, str(value))
+        if organisation in INSTITUTIONS:
+            block = block.replace("court", organisation)
+        log = self.folder / f"{organisation}-{len(self.programs)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*self._enter, "bash", "-euc", block],
+                cwd=self.folder / organisation,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self.programs.append(process)
+        return process, log
+
+    def start_until(
+        self, organisation: str, block: str, text: str
+    ) -> tuple[subprocess.Popen, Path]:
+        """Start a block's commands, and wait until their output contains a text."""
+        process, log = self.start(organisation, block)
+        wait_until(lambda: process.poll() is not None or text in log.read_text(), 120)
+        assert process.poll() is None, log.read_text()
+        return process, log
+
+    def run(self, organisation: str, block: str) -> str:
+        process, log = self.start(organisation, block)
+        assert process.wait(SECONDS) == 0, f"{block}\n{log.read_text()[-3000:]}"
+        return log.read_text()
+
+
 @contextmanager
-def machine():
-    """Yield a prefix with which a command runs in a network namespace with unused ports."""
+def network():
+    """Yield a network namespace with unused ports, in which the coordinator's name is known."""
     name = f"chambers-{os.getpid()}-walk"
+    names = Path("/etc/netns", name)
+    names.mkdir(parents=True)
+    (names / "hosts").write_text("127.0.0.1 localhost coordinator.example.org\n")
     subprocess.run(["ip", "netns", "add", name], check=True)
     subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
     try:
-        yield ["ip", "netns", "exec", name]
+        yield name
+        # Whatever has been started ends with `chambers site up`.
+        listing = ["ip", "netns", "pids", name]
+        assert not subprocess.run(listing, check=True, capture_output=True).stdout
     finally:
         listing = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True)
         for process in listing.stdout.split():
             os.kill(int(process), 9)
         subprocess.run(["ip", "netns", "delete", name], check=True)
+        shutil.rmtree(names)
 
 
 @pytest.fixture
-def folder():
-    """Create a folder that nginx's user can enter, unlike pytest's folders."""
-    made = Path(tempfile.mkdtemp(prefix="chambers-walk-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
+def walk(nginx, tmp_path_factory):
+    if not namespaces_permitted():
+        pytest.skip("the ports of the walk may be taken: network namespaces are not permitted")
+    with tempfile.TemporaryDirectory(prefix="chambers-walk-") as name, network() as namespace:
+        folder = Path(name)
+        for seed, institution in enumerate(INSTITUTIONS):
+            write_rows(folder / "data" / institution / "train.jsonl", 16, seed)
+            write_rows(folder / "data" / institution / "test.jsonl", 4, 100 + seed)
+            (folder / institution).mkdir()
+        for organisation in ("coordinator", "reviewer"):
+            (folder / organisation).mkdir()
+        walk = Walk(folder, namespace, write_checkpoint(folder / "model", blocks=4))
+        with ExitStack() as stack:
+            stack.callback(lambda: [end(process) for process in walk.programs])
+            yield walk
+
+
+def end(process):
+    """Interrupt a program, as Ctrl-C does."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def join(walk, name, commands):
+    """Run an institution's commands: it waits until the coordinator has admitted it."""
+    admitted = next(block for _, _, block in BLOCKS if "site admit" in block)
+    folder, coordinator = walk.folder / name, walk.folder / "coordinator"
+    for file in (coordinator / "for-institutions").iterdir():
+        shutil.copy(file, folder)
+    shutil.copy(walk.folder / "reviewer" / "trusted.yaml", folder)
+    process, log = walk.start_until(name, commands, "waiting for")
+    shutil.copy(folder / "node.pub", coordinator / f"{name}.pub")
+    walk.run("coordinator", admitted.replace("court", name))
+    assert process.wait(120) == 0, log.read_text()
 
 
 @pytest.mark.parametrize(
-    "strategies", [["fl-glm"], pytest.param([*STRATEGIES], marks=pytest.mark.nightly)], ids=len
+    "strategies",
+    [["fedjudge-base"], pytest.param([*STRATEGIES], marks=pytest.mark.nightly)],
+    ids=len,
 )
-def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(nginx, folder, strategies):
-    if not namespaces_permitted():
-        pytest.skip("the ports of the walk may be taken: network namespaces are not permitted")
-    for seed, name in enumerate(("court", "consultation")):
-        write_rows(folder / "data" / name / "train.jsonl", 12, seed)
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(CHECKOUT),
-        "CHAMBERS": str(CHECKOUT),
-        "MODEL": str(write_checkpoint(folder / "model", blocks=4)),
-        "DATA": str(folder / "data"),
-    }
-    said = ""
-    with machine() as enter:
-        for host, commands in BLOCKS:
-            named = re.search(r"sed 's/fl-glm/([\w-]+)/", commands)
-            if named and named[1] not in strategies:
-                continue
-            # Each block runs in a new shell, so read the host's environment again.
-            again = "if [ -f flower.env ]; then set -a; . ./flower.env; set +a; fi\n"
-            # Wait until the SuperLink is up, as a reader would.
-            if commands.startswith("flwr supernode"):
-                again += "for i in $(seq 100); do flwr ls deployment > /dev/null && break; done\n"
-            elif commands.startswith("chambers site check"):
-                attempt = f"{{ {commands}}} > /dev/null"
-                again += f"for i in $(seq 30); do {attempt} && break; sleep 1; done\n"
-            result = subprocess.run(
-                [*enter, "bash", "-euc", again + commands],
-                cwd=folder if host == "trial" else folder / host,
-                env=environment,
-                check=False,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                timeout=SECONDS,
-            )
-            assert result.returncode == 0, f"{commands}\n{result.stdout}"
-            said += result.stdout
-        listing = subprocess.run(
-            [
-                *enter,
-                "bash",
-                "-euc",
-                "set -a; . ./flower.env; set +a; flwr ls deployment --format=json",
-            ],
-            cwd=folder / "coordinator",
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout
-    runs = json.loads(listing)["runs"]
-    assert [run["status"] for run in runs] == [COMPLETED] * len(strategies), said
-    results = (folder / "coordinator" / "state" / ".local/share/chambers/runs").iterdir()
+def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(walk, strategies):
+    coordinator = walk.folder / "coordinator"
+    for organisation, foreground, commands in BLOCKS:
+        named = re.search(r"strategy=([\w-]+)", commands)
+        if (named and named[1] not in strategies) or "site admit" in commands:
+            continue
+        hosts = INSTITUTIONS if organisation == "institution" else [organisation]
+        for host in hosts:
+            if foreground:
+                ready = "startup complete" if host == "coordinator" else "SuperNode ID: "
+                walk.start_until(host, f"exec {commands}", ready)
+            elif "site join" in commands:
+                join(walk, host, commands)
+            else:
+                walk.run(host, commands)
+        if organisation == "reviewer":
+            shutil.copytree(walk.folder / "reviewer" / "release", coordinator / "release")
+    results = (coordinator / "state" / ".local/share/chambers/runs").iterdir()
     assert {result.name.rpartition("_")[2] for result in results} == set(strategies)
+    assert walk.run("coordinator", "chambers site nodes").count(" online ") == 2

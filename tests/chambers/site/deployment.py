@@ -16,6 +16,9 @@ from typing import Any
 
 import psutil
 
+from chambers.site.authority import LOOPBACK, open_authority
+from chambers.site.instructions import open_instructions
+from chambers.site.keys import open_node_key
 from chambers.superlink import free_port
 from tests.chambers.conftest import ROOT
 from tests.waiting import wait_until
@@ -163,13 +166,14 @@ class Coordinator:
     port: int = field(default_factory=free_port)
 
     def __post_init__(self):
-        for name in ("flower", "database"):
+        for name in ("state/.flwr", "database"):
             (self.folder / name).mkdir(parents=True)
-        (self.folder / "flower" / "config.toml").write_text(
+        (self.folder / "state" / ".flwr" / "config.toml").write_text(
             f'[superlink.deployment]\naddress = "{self.address}"\n'
             f'root-certificates = "{self.folder / "authority.pem"}"\n'
         )
-        self.command("chambers", "site", "certificates", ".", "--name", "127.0.0.1")
+        open_authority(self.folder).issue(self.folder, list(LOOPBACK), 365)
+        open_instructions(self.folder)
 
     @property
     def address(self) -> str:
@@ -180,7 +184,10 @@ class Coordinator:
         return (
             os.environ
             | FLOWER
-            | {"FLWR_HOME": str(self.folder / "flower"), "FLWR_SUPERGRID_API_URL": self.hub}
+            | {
+                "FLWR_HOME": str(self.folder / "state" / ".flwr"),
+                "FLWR_SUPERGRID_API_URL": self.hub,
+            }
         )
 
     def start(self, *options: str) -> None:
@@ -249,7 +256,7 @@ class Institution:
     def __post_init__(self):
         self.folder.mkdir()
         shutil.copy(self.coordinator.folder / "authority.pem", self.folder)
-        self.coordinator.command("chambers", "site", "key", self.key)
+        open_node_key(self.key)
         self.node = self.coordinator.register(self.key)
 
     @property

@@ -23,10 +23,13 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from chambers.__main__ import main
-from chambers.site.authority import open_authority
+from chambers.site.authority import LOOPBACK, open_authority
+from chambers.site.instructions import open_instructions
+from chambers.site.keys import open_node_key
+from chambers.site.release import open_signing_key
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
-from tests.chambers.conftest import another_user, refused, told
+from tests.chambers.conftest import another_user, refused
 from tests.client_app.worker_process import running_worker
 from tests.conftest import write_rows
 from tests.deployment.compose import read_services
@@ -68,14 +71,18 @@ def proxy(folder, ahead=0.0, control=403, health=200):
         server.server_close()
 
 
+def certify(folder, name, days=365):
+    open_authority(folder).issue(folder, [name, *LOOPBACK], days)
+    open_instructions(folder)
+
+
 @pytest.fixture
-def site(capsys, tmp_path):
+def site(tmp_path):
     """Write certificates, keys and data, and a database."""
     folder = tmp_path / "certificates"
-    told(capsys, "site", "certificates", folder, "--name", "coordinator.example.org")
-    told(capsys, "site", "key", tmp_path / "node")
-    line = told(capsys, "site", "signing-key", tmp_path / "reviewer").splitlines()[-1]
-    (tmp_path / "trusted.yaml").write_text(line)
+    certify(folder, "coordinator.example.org")
+    open_node_key(tmp_path / "node")
+    open_signing_key(tmp_path / "reviewer")
     write_rows(tmp_path / "data" / "train.jsonl", 8, seed=1)
     write_rows(tmp_path / "data" / "test.jsonl", 3, seed=2)
     policy = f'instruction-key = "{folder / "instructions.pub"}"\nmax-rounds = 5\n'
@@ -157,15 +164,15 @@ def test_a_coordinator_without_the_model(capsys, site, tmp_path):
 def test_an_address_without_a_port(capsys, site):
     _, output = at_coordinator(capsys, site, 1, proxy="coordinator.example.org")
     assert output.count("coordinator.example.org is not an address: HOST:PORT is expected") == 2
-    assert "--name" not in output
+    assert "not valid for" not in output
 
 
 def test_certificates_that_do_not_fit(capsys, site, tmp_path):
-    renew = f"chambers site certificates {site.folder}"
+    renew = f"delete {site.folder / 'server.pem'}, and run chambers site coordinator again"
     with proxy(site.folder) as port:
         _, output = at_coordinator(capsys, site, port, proxy=f"127.0.0.2:{port}")
-        assert f"not valid for 127.0.0.2: run {renew} --name coordinator.example.org" in output
-        told(capsys, "site", "certificates", site.folder, "--days", "20")
+        assert f"not valid for 127.0.0.2: {renew}, with this name" in output
+        certify(site.folder, "coordinator.example.org", days=20)
         _, output = at_coordinator(capsys, site, port)
         assert "expires in 19 days" in output
         assert f"{renew}, then restart the proxy and the SuperLink" in output
@@ -176,11 +183,11 @@ def test_certificates_that_do_not_fit(capsys, site, tmp_path):
         assert (
             "instructions.key can be read by other users" in at_coordinator(capsys, site, port)[1]
         )
-        told(capsys, "site", "certificates", tmp_path / "other", "--name", "127.0.0.2")
+        certify(tmp_path / "other", "127.0.0.2")
         shutil.copy(tmp_path / "other" / "server.pem", site.folder)
         _, output = at_coordinator(capsys, site, port)
-    assert f"server.key is not the key of {site.folder / 'server.pem'}: run {renew}" in output
-    assert f"is not signed by {site.folder / 'authority.pem'}: run {renew}" in output
+    assert f"server.key is not the key of {site.folder / 'server.pem'}: {renew}" in output
+    assert f"is not signed by {site.folder / 'authority.pem'}: {renew}" in output
 
 
 def test_the_way_to_the_superlink(capsys, site):
@@ -213,7 +220,7 @@ def test_what_an_institution_sees(capsys, site, checkpoint):
 
 
 def test_tls_errors_name_the_cure(capsys, site, tmp_path):
-    told(capsys, "site", "certificates", tmp_path / "other", "--name", "other.example.org")
+    certify(tmp_path / "other", "other.example.org")
     with proxy(site.folder) as port:
         output = at_institution(
             capsys, site, port, root_certificates=tmp_path / "other" / "authority.pem"
@@ -227,13 +234,13 @@ def test_tls_errors_name_the_cure(capsys, site, tmp_path):
     with proxy(site.folder) as port:
         output = at_institution(capsys, site, port, superlink=f"localhost:{port}")
         assert "is not valid for the name localhost" in output
-        assert "chambers site certificates with --name localhost" in output
+        assert "the coordinator for a certificate that is valid for localhost" in output
         output = at_institution(capsys, site, port)
         assert "is not valid for the name 127.0.0.1" in output
     open_authority(site.folder).issue(site.folder, ["127.0.0.1"], 0)
     with proxy(site.folder) as port:
         output = at_institution(capsys, site, port)
-        assert "has expired" in output and "chambers site certificates again" in output
+        assert "has expired" in output and "the coordinator must renew it" in output
 
 
 def test_addresses_that_do_not_answer(capsys, site):
@@ -275,7 +282,7 @@ def test_keys(capsys, site):
     assert f"{site.key} can't be read" in at_institution(capsys, site, 1)
     key = ec.generate_private_key(ec.SECP384R1())
     site.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    assert "chambers site key writes one" in at_institution(capsys, site, 1)
+    assert "chambers site join writes one" in at_institution(capsys, site, 1)
     output = at_institution(
         capsys, site, 1, auth_supernode_private_key=site.key.parent / "reviewer"
     )

@@ -1,34 +1,41 @@
-"""``chambers site key``: it writes a key that Flower can read, and never overwrites a key."""
+"""Node keys: Flower can read them, and they are never overwritten."""
 
 import argparse
+import hashlib
 import stat
 
+import pytest
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from tests.chambers.conftest import refused, told
+from chambers.errors import CommandError
+from chambers.site.keys import digest, open_node_key, read_public_key
 
 
-def test_flower_reads_both_halves(capsys, tmp_path):
+def test_flower_reads_both_halves(tmp_path):
     from flwr.supernode.cli.flower_supernode import _try_setup_client_authentication
 
     file = tmp_path / "node"
-    output = told(capsys, "site", "key", file)
-    assert "flwr supernode register node.pub deployment" in output
+    open_node_key(file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     options = argparse.Namespace(
         auth_supernode_private_key=str(file), auth_supernode_public_key=None
     )
     _, public = _try_setup_client_authentication(options)
     assert try_load_public_key(tmp_path / "node.pub") == public_key_to_bytes(public)
+    # The digest in lists of nodes is that of the file.
+    written = (tmp_path / "node.pub").read_bytes()
+    assert digest(read_public_key(tmp_path / "node.pub")) == hashlib.sha256(written).hexdigest()
 
 
-def test_existing_keys_stay(capsys, tmp_path):
+def test_existing_keys_stay(tmp_path):
     file, public = tmp_path / "node", tmp_path / "node.pub"
-    told(capsys, "site", "key", file)
-    kept = file.read_bytes()
-    assert f"{file} exists" in refused(capsys, "site", "key", file)
-    assert file.read_bytes() == kept
+    open_node_key(file)
+    kept = file.read_bytes(), public.read_bytes()
+    public.unlink()
+    open_node_key(file)
+    assert (file.read_bytes(), public.read_bytes()) == kept
     file.unlink()
-    assert f"{public} exists" in refused(capsys, "site", "key", file)
-    assert not file.exists()
+    with pytest.raises(CommandError, match="exists"):
+        open_node_key(file)
+    assert not file.exists() and public.read_bytes() == kept[1]

@@ -1,5 +1,6 @@
 """The commands of docs/operations.md, and signed releases, with real SuperLinks and SuperNodes."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ import pytest
 import yaml
 from flwr.cli.build import build_fab_from_files
 
+from chambers.site.keys import open_node_key
+from chambers.site.release import open_signing_key
 from tests.chambers.conftest import ROOT
 from tests.chambers.site.deployment import APP, Coordinator, Institution, documented, serving
 from tests.conftest import write_rows
@@ -33,10 +36,10 @@ def institution(coordinator, tmp_path):
     return Institution(tmp_path / "court", coordinator)
 
 
-def reviewer(coordinator, file):
+def reviewer(folder):
     """Make a signing key; return the line that trusting sites add to trusted.yaml."""
-    _, output = coordinator.command("chambers", "site", "signing-key", file)
-    return output.splitlines()[-1] + "\n"
+    open_signing_key(folder / "key")
+    return (folder / "trusted.yaml").read_text()
 
 
 def release(coordinator, key, **changed):
@@ -47,7 +50,7 @@ def release(coordinator, key, **changed):
 
 
 def sign(coordinator, file, key):
-    words = ("--key", key, "--output", "release", "--url", coordinator.hub)
+    words = ("--key", key / "key", "--output", "release", "--url", coordinator.hub)
     coordinator.command("chambers", "site", "sign", file, *words)
 
 
@@ -63,8 +66,8 @@ def checked(coordinator, institution):
 
 
 def test_only_signed_code_runs_until_the_key_is_withdrawn(coordinator, institution, tmp_path):
-    line = reviewer(coordinator, tmp_path / "alice")
-    other = reviewer(coordinator, tmp_path / "bob")
+    line = reviewer(tmp_path / "alice")
+    other = reviewer(tmp_path / "bob")
     trusted = institution.folder / "trusted.yaml"
     trusted.write_text(line)
     app = tmp_path / "app"
@@ -101,7 +104,7 @@ def test_only_signed_code_runs_until_the_key_is_withdrawn(coordinator, instituti
 
 @pytest.mark.nightly
 def test_an_upgrade_needs_no_restart(coordinator, institution, tmp_path):
-    (institution.folder / "trusted.yaml").write_text(reviewer(coordinator, tmp_path / "alice"))
+    (institution.folder / "trusted.yaml").write_text(reviewer(tmp_path / "alice"))
     app = tmp_path / "tiny"
     app.mkdir()
     with institution.supernode() as process:
@@ -110,28 +113,43 @@ def test_an_upgrade_needs_no_restart(coordinator, institution, tmp_path):
                 (app / name).write_bytes(content.replace(b"1.0.0", version.encode()))
             for file in coordinator.folder.glob("*.fab"):
                 file.unlink()
-            key = f"{tmp_path / 'alice'} --url {coordinator.hub}"
-            file = f"courts.tiny.{version.replace('.', '-')}.*.fab"
-            values = {"CHECKOUT": app, "RELEASE.fab": file, "KEY": key}
-            (block,) = documented("Upgrade", **values)
-            bash(coordinator, block)
+            coordinator.command("flwr", "build", "--app", app)
+            (file,) = coordinator.folder.glob("*.fab")
+            (block,) = documented("Upgrade", KEY=tmp_path / "alice" / "key")
+            bash(coordinator, f"{block.strip()} --url {coordinator.hub} {file}")
             assert coordinator.run(f"@courts/tiny=={version}")[0] == "finished:completed"
         assert process.poll() is None
 
 
-def test_an_expelled_node_cannot_return(coordinator, institution):
+def test_an_expelled_node_cannot_return(coordinator, institution, tmp_path):
     with institution.supernode() as process:
         wait_until(lambda: coordinator.nodes()[institution.node] == "online", 60)
-        (block,) = documented("Expel an institution", NODE_ID=institution.node)
-        assert institution.node in bash(coordinator, block)
+        (block,) = documented("Expel an institution")
+        key = (institution.folder / "node.pub").read_bytes()
+        row = f"{institution.node:20} online     "
+        (line,) = (line for line in bash(coordinator, block).splitlines() if row in line)
+        assert line.startswith("court ") and line.endswith(hashlib.sha256(key).hexdigest())
         process.wait(60)
     with institution.supernode() as process:
         assert process.wait(60) == 1
     assert "[code: 2004] Failed to activate SuperNode." in institution.log
     assert f"fix  {institution.key} is not registered" in checked(coordinator, institution)
-    again = ("flwr", "supernode", "register", f"{institution.key}.pub", "deployment")
-    status, output = coordinator.command(*again, check=False)
-    assert status != 0 and "[code: 23] Public key already in use." in output
+    admit = ("chambers", "site", "admit", f"{institution.key}.pub", "--name", "court")
+    status, output = coordinator.command(*admit, check=False)
+    assert status == 2 and "[code: 23] Public key already in use." in output
+    _, listed = coordinator.command("chambers", "site", "nodes")
+    assert f"{institution.node:20} expelled   " in listed
+    # With a new key, it is admitted once.
+    institution.key.rename(tmp_path / "old")
+    (institution.folder / "node.pub").unlink()
+    open_node_key(institution.key)
+    coordinator.command(*admit)
+    open_node_key(tmp_path / "other")
+    admit = ("chambers", "site", "admit", tmp_path / "other.pub", "--name", "court")
+    status, output = coordinator.command(*admit, check=False)
+    assert status == 2 and "court is admitted; to replace its key, expel it first" in output
+    status, output = coordinator.command("chambers", "site", "expel", "tribunal", check=False)
+    assert status == 2 and "tribunal is not admitted" in output
 
 
 @pytest.mark.nightly
@@ -150,7 +168,7 @@ def test_check_tells_that_a_key_is_registered_and_changes_nothing(coordinator, i
 def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, tmp_path):
     backup, restore, _ = documented("Back up and restore")
     (renew,) = documented("Renew the coordinator's certificate")
-    reviewer(coordinator, tmp_path / "alice")
+    reviewer(tmp_path / "alice")
     release(coordinator, tmp_path / "alice")
     with institution.supernode() as process:
         assert coordinator.run("@courts/tiny==1.0.0")[0] == "finished:completed"
@@ -180,7 +198,7 @@ def test_renewal_and_a_restored_backup_keep_the_nodes(coordinator, institution, 
 def test_deletion_leaves_nothing_of_a_run(coordinator, institution, checkpoint, tmp_path):
     """Sign a release of this app, run it to the end, and delete it."""
     key = tmp_path / "alice"
-    (institution.folder / "trusted.yaml").write_text(reviewer(coordinator, key))
+    (institution.folder / "trusted.yaml").write_text(reviewer(key))
     app = tmp_path / "chambers"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True)
     for name in listed.stdout.decode().splitlines():

@@ -15,8 +15,8 @@ from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.supercore.retry.http_retry import _RETRYABLE_STATUS_CODES
 
 from chambers.__main__ import main
+from chambers.site.authority import LOOPBACK, open_authority
 from chambers.superlink import free_port
-from tests.chambers.conftest import told
 from tests.chambers.site.deployment import proxy, running_nginx
 from tests.marks import nightly
 from tests.waiting import wait_until
@@ -75,8 +75,8 @@ def post(connection, path: str, body: bytes | list[bytes] = b"") -> int:
 
 
 @pytest.fixture
-def coordinator(nginx, capsys, tmp_path):
-    told(capsys, "site", "certificates", tmp_path, "--name", "127.0.0.1")
+def coordinator(nginx, tmp_path):
+    open_authority(tmp_path).issue(tmp_path, list(LOOPBACK), 365)
     superlink = f"127.0.0.1:{free_port()}"
     (tmp_path / "superlink.conf").write_text(SUPERLINK.format(address=superlink))
     with running_nginx(tmp_path, "superlink.conf"), proxy(tmp_path, superlink) as address:

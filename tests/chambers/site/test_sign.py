@@ -12,6 +12,8 @@ from flwr.supercore.utils import request_download_link
 from flwr.superlink.servicer.control.control_handlers import _format_verification
 from flwr.supernode.start_client_internal import _verify_fab
 
+from chambers.site.keys import open_node_key
+from chambers.site.release import open_signing_key
 from tests.chambers.conftest import refused, told
 from tests.chambers.site.deployment import APP, serving
 
@@ -21,9 +23,10 @@ def build(file, **changed):
     return file
 
 
-def reviewer(capsys, file):
+def reviewer(folder):
     """Make a signing key; return the trusted entities of a site that trusts the key."""
-    return yaml.safe_load(told(capsys, "site", "signing-key", file).splitlines()[-1])
+    open_signing_key(folder / "key")
+    return yaml.safe_load((folder / "trusted.yaml").read_text())
 
 
 def sign(capsys, release, key, output, *words):
@@ -45,12 +48,12 @@ def release(tmp_path):
 
 
 def test_a_site_accepts_what_its_reviewer_has_signed_and_nothing_else(capsys, release, tmp_path):
-    alice, bob = (reviewer(capsys, tmp_path / name) for name in ("alice", "bob"))
+    alice, bob = (reviewer(tmp_path / name) for name in ("alice", "bob"))
     folder = tmp_path / "release"
     folder.mkdir()
     with serving(folder) as url:
-        output = sign(capsys, release, tmp_path / "alice", folder, "--url", url)
-        assert "flwr run @courts/tiny==1.0.0 deployment" in output
+        output = sign(capsys, release, tmp_path / "alice" / "key", folder, "--url", url)
+        assert "@courts/tiny==1.0.0, signed by" in output
         fab = fetch(url)
         assert fab.content == release.read_bytes()
         assert _verify_fab(fab, alice)
@@ -64,16 +67,16 @@ def test_a_site_accepts_what_its_reviewer_has_signed_and_nothing_else(capsys, re
 
 
 def test_reviewers_add_their_signatures_to_one_release(capsys, release, tmp_path):
-    alice, bob = (reviewer(capsys, tmp_path / name) for name in ("alice", "bob"))
+    alice, bob = (reviewer(tmp_path / name) for name in ("alice", "bob"))
     folder = tmp_path / "release"
     folder.mkdir()
     with serving(folder) as url:
         for name in ("alice", "bob", "alice"):
-            sign(capsys, release, tmp_path / name, folder, "--url", url)
+            sign(capsys, release, tmp_path / name / "key", folder, "--url", url)
         assert _verify_fab(fetch(url), alice) and _verify_fab(fetch(url), bob)
         # A different release has none of the first one's signatures.
         build(release, **{"tiny.py": APP["tiny.py"] + b"print(1)"})
-        sign(capsys, release, tmp_path / "bob", folder, "--url", url)
+        sign(capsys, release, tmp_path / "bob" / "key", folder, "--url", url)
         fab = fetch(url)
         assert fab.content == release.read_bytes()
         assert _verify_fab(fab, bob) and not _verify_fab(fab, alice)
@@ -81,8 +84,8 @@ def test_reviewers_add_their_signatures_to_one_release(capsys, release, tmp_path
 
 
 def test_refusals(capsys, release, tmp_path):
-    reviewer(capsys, tmp_path / "key")
-    told(capsys, "site", "key", tmp_path / "node")
+    reviewer(tmp_path)
+    open_node_key(tmp_path / "node")
     folder = tmp_path / "release"
 
     def attempt(release, key, *words):
@@ -94,7 +97,9 @@ def test_refusals(capsys, release, tmp_path):
         assert "is not a signing key" in attempt(release, tmp_path / key)
     assert "must begin with http" in attempt(release, tmp_path / "key", "--url", "127.0.0.1:8002")
     assert not folder.exists()
-    assert "exists" in refused(capsys, "site", "signing-key", tmp_path / "key")
+    # A mistyped name doesn't make another key.
+    assert "trusted.yaml exists" in attempt(release, tmp_path / "kye")
+    assert not folder.exists()
     sign(capsys, release, tmp_path / "key", folder)
     (folder / "fetch-fab.json").write_text("{}")
     assert "sign the release again" in attempt(release, tmp_path / "key")

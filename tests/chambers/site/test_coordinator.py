@@ -1,4 +1,4 @@
-"""``chambers site certificates``: what TLS accepts and refuses, renewal, and careless input."""
+"""``chambers site coordinator``: certificates, renewal, repetition, and careless input."""
 
 import os
 import socket
@@ -12,14 +12,20 @@ import pytest
 from cryptography import x509
 
 from chambers.site.authority import open_authority
+from chambers.site.release import open_signing_key
 from tests.chambers.conftest import ROOT, refused, told
 from tests.chambers.site.deployment import FLOWER, documented
 
-NAMES = ("--name", "coordinator.example.org", "--name", "10.0.0.5")
+NAMES = ("coordinator.example.org", "10.0.0.5")
 
 
 def write(capsys, folder, *words):
-    return told(capsys, "site", "certificates", folder, *words)
+    return told(capsys, "site", "coordinator", *words, "--folder", folder)
+
+
+def renew(capsys, folder, *words):
+    (folder / "server.pem").unlink()
+    return write(capsys, folder, *words)
 
 
 def handshake(folder, name, authority=None):
@@ -63,12 +69,12 @@ def test_renewal_keeps_authority_and_names(capsys, tmp_path):
     authority.write_bytes((tmp_path / "authority.pem").read_bytes())
     instructions = (tmp_path / "instructions.key").read_bytes()
     before = handshake(tmp_path, "10.0.0.5")
-    write(capsys, tmp_path)
+    renew(capsys, tmp_path, *NAMES)
     assert (tmp_path / "instructions.key").read_bytes() == instructions
     after = handshake(tmp_path, "10.0.0.5", authority)
     assert after["serialNumber"] != before["serialNumber"]
     assert set(after["subjectAltName"]) == set(before["subjectAltName"])
-    write(capsys, tmp_path, "--name", "new.example.org")
+    renew(capsys, tmp_path, "new.example.org")
     handshake(tmp_path, "new.example.org", authority)
 
 
@@ -114,39 +120,60 @@ def test_only_the_authority_can_sign_and_both_expire(capsys, tmp_path):
 
 
 def test_a_certificate_may_be_valid_for_ten_years(capsys, tmp_path):
-    for _ in range(2):
-        write(capsys, tmp_path, *NAMES, "--days", "3650")
+    write(capsys, tmp_path, *NAMES, "--days", "3650")
+    renew(capsys, tmp_path, *NAMES, "--days", "3650")
+
+
+def test_a_second_run_completes_and_changes_no_file(capsys, tmp_path):
+    write(capsys, tmp_path, *NAMES)
+    (tmp_path / "run.toml").write_text("rounds = 2\n")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    nginx = tmp_path / "nginx.conf"
+    nginx.unlink()
+    assert f"{tmp_path / 'run.toml'} is not changed" in write(capsys, tmp_path, *NAMES)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    for name, mode in (("state", 0o700), ("database", 0o700), ("superexec.secret", 0o600)):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+    # Nothing is left of the templates' paths.
+    for file, content in before.items():
+        assert b"/srv/chambers" not in content and b"/opt/chambers" not in content, file
 
 
 def test_refusals_name_the_cure(capsys, tmp_path):
-    command = ("site", "certificates", tmp_path)
-    assert "--name is missing" in refused(capsys, *command)
+    command = ("site", "coordinator", "--folder", tmp_path)
     for name in ("https://a.example.org", "a.example.org:443", "a b", ""):
-        assert "must be a host name" in refused(capsys, *command, "--name", name)
+        assert "must be a host name" in refused(capsys, *command, name)
     for days in ("0", "3651"):
         assert "must be 1 to 3650" in refused(capsys, *command, *NAMES, "--days", days)
+    assert "there is no such file or folder" in refused(capsys, *command, *NAMES, "--model", "none")
+    spaced = tmp_path / "a b"
+    assert "only letters" in refused(capsys, "site", "coordinator", "a", "--folder", spaced)
     assert not list(tmp_path.iterdir())
     open_authority(tmp_path, new_days=400)
     write(capsys, tmp_path, *NAMES)
-    assert "create a new authority" in refused(capsys, *command, "--days", "401")
+    assert "is not valid for b.example.org" in refused(capsys, *command, *NAMES, "b.example.org")
+    server = tmp_path / "server.pem"
+    server.unlink()
+    assert "create a new authority" in refused(capsys, *command, *NAMES, "--days", "401")
     key = tmp_path / "authority.key"
     kept = key.read_bytes()
     key.write_bytes((tmp_path / "server.key").read_bytes())
-    assert "is not the key of" in refused(capsys, *command)
+    assert "is not the key of" in refused(capsys, *command, *NAMES)
     key.write_text("not a key")
-    assert "is not a private key in PEM format" in refused(capsys, *command)
+    assert "is not a private key in PEM format" in refused(capsys, *command, *NAMES)
     key.unlink()
-    assert f"{key} is missing" in refused(capsys, *command)
+    assert f"{key} is missing" in refused(capsys, *command, *NAMES)
     key.write_bytes(kept)
-    write(capsys, tmp_path)
-    (tmp_path / "server.pem").write_text("not a certificate")
-    assert "is not a certificate in PEM format" in refused(capsys, *command)
+    write(capsys, tmp_path, *NAMES)
+    server.write_text("not a certificate")
+    assert "is not a certificate in PEM format" in refused(capsys, *command, *NAMES)
+    server.unlink()
     public = tmp_path / "instructions.pub"
     line = public.read_text()
     public.unlink()
     assert f"{str(public)!r}, which can't be read" in refused(capsys, *command, *NAMES)
-    told(capsys, "site", "signing-key", tmp_path / "other")
-    (tmp_path / "other.pub").rename(public)
+    open_signing_key(tmp_path / "reviewer" / "other")
+    (tmp_path / "reviewer" / "other.pub").rename(public)
     assert "is not the public half of" in refused(capsys, *command, *NAMES)
     public.write_text("not a key")
     assert "is not an Ed25519 public key" in refused(capsys, *command, *NAMES)

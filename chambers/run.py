@@ -1,0 +1,81 @@
+"""``chambers run``: run the installed version at the institutions of a deployment."""
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+from chambers.errors import CommandError
+from chambers.sources import argument
+
+# Where the proxy serves the signed release to the SuperLink.
+_HUB = "http://127.0.0.1:8002"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train with the institutions of a deployment, at the coordinator.
+
+    \b
+      chambers run run.toml
+      chambers run /srv/chambers run.toml rounds=5
+
+    FOLDER, by default the current one, is the coordinator's. Settings are given as for chambers
+    train. The proxy must serve the signed release of the installed version. The exit status is 0
+    only if the run completed. After Ctrl-C, the run continues.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    settings: Annotated[list[str], argument("[FOLDER] FILE.toml|KEY=VALUE…")]
+
+    def __call__(self) -> int:
+        """Run to the end and print the log; if the run failed or was refused, print the reason."""
+        from chambers.site.host import enter
+        from chambers.superlink import COMPLETED, SuperLink, run_app
+        from chambers.train import app_config, read_settings
+        from federation.run_config import parse_run_config
+
+        named = Path(self.settings[0]).is_dir()
+        folder = Path(self.settings[0] if named else ".").absolute()
+        values = read_settings(self.settings[named:])
+        parse_run_config(app_config() | values)
+        enter(folder)
+        app = f"@chambers/chambers=={version('chambers')}"
+        _check_served(app)
+        started = False
+
+        def write(line: bytes) -> None:  # Flower's words about a refusal are not shown
+            nonlocal started
+            started = started or b"started run" in line
+            if started:
+                print(line.decode(errors="replace"), end="", flush=True)
+
+        log = folder / "state" / "logs" / "superlink.log"
+        superlink = SuperLink("127.0.0.1:8000", dict(os.environ), log, "deployment")
+        status = run_app(app, superlink, values, write=write)
+        if status == COMPLETED:
+            return 0
+        print(f"chambers run: {status.partition(': ')[2]}", file=sys.stderr)
+        return 1
+
+
+def _check_served(app: str) -> None:
+    """Check that the proxy serves this version: it answers requests for any version."""
+    import httpx
+    from pydantic import ValidationError
+
+    from chambers.site.release import Answer, app_of
+
+    try:
+        with httpx.Client(trust_env=False) as client:
+            answer = client.post(f"{_HUB}/hub/fetch-fab").raise_for_status().content
+            url = Answer.model_validate_json(answer).fab_url
+            served = app_of(client.get(url).raise_for_status().content, _HUB)
+    except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
+        raise CommandError(
+            f"the proxy serves no signed release at {_HUB}: start the coordinator's programs, and "
+            "put the folder release, which chambers site sign writes, into its folder"
+        ) from error
+    if served != app:
+        raise CommandError(f"the proxy serves {served}, but {app} is installed here")

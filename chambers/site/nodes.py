@@ -1,0 +1,105 @@
+"""``chambers site admit``, ``nodes`` and ``expel``: who may connect to the SuperLink."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from chambers.errors import CommandError
+from chambers.site import host
+from chambers.sources import argument, option
+
+if TYPE_CHECKING:
+    from federation.flower_internals import ControlHttpClient, NodeInfo
+
+_EXPELLED = "unregistered"
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Admit an institution under its name, after comparing its key's digest by telephone.
+
+    \b
+      sha256sum node.pub
+      chambers site admit node.pub --name court
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    key: Annotated[Path, argument("node.pub")]
+    name: Annotated[str, option("The institution's name, as in its chambers site join.", "NAME")]
+    folder: Annotated[Path, host.FOLDER] = Path()
+
+    def __call__(self) -> int:
+        """Register the key; refuse a name that another node has."""
+        from chambers.site.keys import digest, read_public_key
+        from federation.flower_internals import (
+            RegisterNodeRequest,
+            control_client,
+            public_key_to_bytes,
+        )
+
+        host.check_name(self.name)
+        key = read_public_key(self.key)
+        request = RegisterNodeRequest(public_key=public_key_to_bytes(key), name=self.name)
+        host.enter(self.folder)
+        with control_client() as client:
+            if _members(client, self.name):
+                raise CommandError(f"{self.name} is admitted; to replace its key, expel it first")
+            node = client.RegisterNode(request).node_id
+        print(f"{self.name} is admitted as node {node}, with the key {digest(key)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """List the institutions: name, node id, state and since when (UTC), and the key's digest."""
+
+    folder: Annotated[Path, host.FOLDER] = Path()
+
+    def __call__(self) -> int:
+        """Print a line for each node."""
+        from chambers.site.keys import digest
+        from federation.flower_internals import bytes_to_public_key, control_client
+
+        host.enter(self.folder)
+        with control_client() as client:
+            nodes = _nodes(client)
+        for node in sorted(nodes, key=lambda node: (node.name, node.registered_at)):
+            state, since = {
+                "online": ("online", node.last_activated_at),
+                "offline": ("last seen", node.last_deactivated_at),
+                _EXPELLED: ("expelled", node.unregistered_at),
+            }.get(node.status, ("never seen", node.registered_at))
+            key = digest(bytes_to_public_key(node.public_key))
+            print(f"{node.name or '-':20} {node.node_id:<20} {state:10} {since[:19]} {key}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Expel:
+    """Expel an institution; its SuperNode ends within 30 seconds. To return, it needs a new key."""
+
+    name: Annotated[str, argument("NAME")]
+    folder: Annotated[Path, host.FOLDER] = Path()
+
+    def __call__(self) -> int:
+        """Unregister the nodes with this name."""
+        from federation.flower_internals import UnregisterNodeRequest, control_client
+
+        host.enter(self.folder)
+        with control_client() as client:
+            members = _members(client, self.name)
+            if not members:
+                raise CommandError(f"{self.name} is not admitted: see chambers site nodes")
+            for node in members:
+                client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+        print(f"{self.name} is expelled")
+        return 0
+
+
+def _nodes(client: "ControlHttpClient") -> "list[NodeInfo]":
+    from federation.flower_internals import ListNodesRequest
+
+    return list(client.ListNodes(ListNodesRequest()).nodes_info)
+
+
+def _members(client: "ControlHttpClient", name: str) -> "list[NodeInfo]":
+    return [n for n in _nodes(client) if n.name == name and n.status != _EXPELLED]

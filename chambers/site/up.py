@@ -1,0 +1,112 @@
+"""``chambers site up``: run the programs of a host in the foreground, for a trial."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from threading import Thread
+from typing import Annotated
+
+from chambers.errors import CommandError
+from chambers.interruption import interrupt_at_end
+from chambers.site.host import enter, read_environment
+from chambers.sources import argument
+
+
+@dataclass(frozen=True)
+class Up:
+    """Run the programs of the coordinator or an institution, and show their output.
+
+    \b
+      chambers site up /srv/chambers
+
+    FOLDER is a host's folder, by default the current one; its units, in the folder systemd, name
+    the programs. The output of each is also appended to a file in state/logs. All programs end on
+    Ctrl-C, or if one of them ends. In production, let systemd or Compose start them.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    folder: Annotated[Path, argument("[FOLDER]")] = Path()
+
+    def __call__(self) -> int:
+        """Run until interrupted, and return 0; return 1 if a program has ended."""
+        from chambers.superlink import MARK, end_processes
+
+        folder = self.folder.absolute()
+        enter(folder)
+        programs = _read_programs(folder)
+        logs = folder / "state" / "logs"
+        logs.mkdir(exist_ok=True)
+        interrupt_at_end()
+        mark, names = uuid.uuid4().hex, {}
+        try:
+            for name, (command, environment) in programs.items():
+                process = subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env={**os.environ, **environment, MARK: mark},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C reaches only this process, which ends the others.
+                    start_new_session=True,
+                )
+                names[process.pid] = name
+                log = logs / f"{name}.log"
+                Thread(target=_copy, args=(name, process, log), daemon=True).start()
+            name = names[os.waitpid(-1, 0)[0]]
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            end_processes(mark)
+        print(f"chambers site up: {name} has ended; see {logs}/{name}.log", file=sys.stderr)
+        return 1
+
+
+def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Return the command and the environment variables of each unit in a host's folder.
+
+    Hosts on one machine share its ports, so each SuperNode has a free port.
+    """
+    from chambers.superlink import free_port
+
+    port, programs = str(free_port()), {}
+    # The programs end even if this process is killed.
+    bound = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    for unit in sorted((folder / "systemd").glob("*.service")):
+        text = unit.read_text(encoding="utf-8").replace("\\\n", " ").replace("9094", port)
+        if os.geteuid() == 0:  # otherwise, nginx would read files as another user
+            text = text.replace("daemon off;", "daemon off; user root;")
+        variables: dict[str, str] = {}
+        command = []
+        for key, _, value in (line.partition("=") for line in text.splitlines()):
+            if key == "EnvironmentFile":
+                variables |= read_environment(Path(value))
+            elif key == "Environment":
+                name, _, text = shlex.split(value)[0].partition("=")
+                variables[name] = text
+            elif key == "ExecStart":
+                words = [Template(word).safe_substitute(variables) for word in shlex.split(value)]
+                command = [word for word in words if "--health-server-address" not in word]
+        if not shutil.which(command[0]):
+            raise CommandError(f"{command[0]}, which {unit} starts, is not installed")
+        if command[-1]:  # the worker has no socket unless institution.env names one
+            programs[unit.stem.removeprefix("chambers-")] = ([*bound, *command], variables)
+    if not programs:
+        raise CommandError(f"{folder} has no units in the folder systemd")
+    return programs
+
+
+def _copy(name: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Copy a program's output to its log and, with its name, to standard output."""
+    assert process.stdout is not None
+    with log.open("ab", buffering=0) as file:
+        for line in process.stdout:
+            file.write(line)
+            with suppress(OSError):  # nobody reads standard output any more
+                print(f"{name:9} | {line.decode(errors='replace')}", end="", flush=True)
