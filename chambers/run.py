@@ -16,15 +16,15 @@ _HUB = "http://127.0.0.1:8002"
 
 @dataclass(frozen=True)
 class Run:
-    """Train with the institutions of a deployment, at the coordinator.
+    """Train with the institutions of a deployment.
 
     \b
       chambers run run.toml
       chambers run /srv/chambers run.toml rounds=5
 
-    FOLDER, by default the current one, is the coordinator's. Settings are given as for chambers
-    train. The proxy must serve the signed release of the installed version. The exit status is 0
-    only if the run completed. After Ctrl-C, the run continues.
+    Run this in the coordinator's folder, or name it. Settings are given as for chambers train. The
+    proxy must serve the signed release of the installed version. The exit status is 0 only if the
+    run completed. After Ctrl-C, the run continues.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     settings: Annotated[list[str], argument("[FOLDER] FILE.toml|KEY=VALUE…")]

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-# `chambers site sign` reads an app's name from a release; `chambers site check` parses a node
-# config in the same way as a SuperNode.
-from flwr.common.config import get_fab_config, get_metadata_from_config, parse_config_args
+# `chambers site sign` reads an app's name from a release.
+from flwr.common.config import get_fab_config, get_metadata_from_config
 
 # Flower's size limits for a release and for a chunk of an array, and its error codes.
 from flwr.common.constant import FAB_MAX_SIZE, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, ErrorCode

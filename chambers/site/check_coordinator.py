@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import platformdirs
 from cryptography.exceptions import InvalidSignature
@@ -20,24 +19,24 @@ from chambers.site.authority import (
     read_certificate,
     read_key,
 )
-from chambers.site.check_machine import disk, gpu, model
+from chambers.site.check_machine import check_model, disk, gpu
 from chambers.site.connection import filtered, healthy, host_and_port, lasting_file
 from chambers.site.instructions import check_instructions
 from chambers.site.report import AdviceError, Report
 
-if TYPE_CHECKING:
-    from chambers.site.check import Check
 
-
-def check_coordinator(options: "Check") -> Report:
+def check_coordinator(
+    folder: Path, model: str = "", proxy: str = "", superlink: str = "127.0.0.1:8000"
+) -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
-    ``options.coordinator`` is the folder with the certificates and the proxy's files.
+    ``folder`` is the coordinator's; the default of ``proxy`` is port 8443 of the certificate's
+    first name.
     """
-    folder, proxy, database = options.coordinator, options.proxy, options.database
-    assert folder and database
     report = Report()
     authority, server = folder / AUTHORITY, folder / SERVER
+    database = folder / "database" / "superlink.db"
+    proxy = proxy or f"{names_of(read_certificate(server))[0]}:8443"
     report.line(_pair, server, server.with_suffix(".key"))
     report.line(_chain, server, authority)
     report.line(_names, server, proxy)
@@ -45,12 +44,12 @@ def check_coordinator(options: "Check") -> Report:
     report.line(lasting_file, server, renewal)
     report.line(lasting_file, authority, "create a new authority, as docs/operations.md describes")
     report.line(check_instructions, folder)
-    report.line(_answers, "SuperLink", options.superlink or "127.0.0.1:8000", folder)
+    report.line(_answers, "SuperLink", superlink, folder)
     if report.line(_answers, "proxy", proxy, folder):
         report.line(filtered, proxy, authority)
     report.line(_writable, database)
-    if options.model:
-        report.line(model, options.model)
+    if model:
+        report.line(check_model, model)
     results = platformdirs.user_data_path("chambers") / "runs"
     report.line(
         disk, database.parent, "add space, or shrink the database as docs/operations.md describes"
@@ -106,13 +105,8 @@ def _answers(what: str, address: str, folder: Path) -> str:
 
 def _writable(database: Path) -> str:
     """Check, by briefly locking the database, that this user can write to it."""
-    if database.is_dir():
-        raise CommandError(f"{database} is a folder; name the SuperLink's database in it")
     if not database.is_file():
-        raise CommandError(
-            f"{database} doesn't exist: start the SuperLink with --database {database}, so that "
-            "nodes, runs and messages survive a restart"
-        )
+        raise CommandError(f"{database} doesn't exist: start the SuperLink")
     uri = f"{database.absolute().as_uri()}?mode=rw"
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=10.0)) as connection:

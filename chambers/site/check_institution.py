@@ -1,27 +1,24 @@
 """Checks of an institution's machine."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import platformdirs
 import yaml
-from click import ClickException
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import ValidationError
 
 from chambers.errors import CommandError, read_bytes
-from chambers.site.check_machine import disk, gpu, model
+from chambers.site import host
+from chambers.site.authority import AUTHORITY
+from chambers.site.check_machine import check_model, disk, gpu
 from chambers.site.connection import clock, filtered, healthy, lasting, lasting_file
 from chambers.site.keys import read_node_key
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
-from federation.flower_internals import parse_config_args
 from federation.instruction_keys import read_public_key
-from federation.node_config import check_keys, name_and_data_path
-from federation.run_config import Scalar
+from federation.node_config import name_and_data_path
 from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker
 from finetuning.data.formats import DataError
@@ -29,18 +26,16 @@ from finetuning.data.rows import find_parts
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
-if TYPE_CHECKING:
-    from chambers.site.check import Check
 
-
-def check_institution(options: "Check", registered: bool = True) -> Report:
+def check_institution(
+    folder: Path, model: str = "", task: str = "", registered: bool = True
+) -> Report:
     """Check the connection to the coordinator, keys, policy, data, model and machine.
 
-    Unless ``registered``, the node key need not be registered yet.
+    ``folder`` is the institution's. Unless ``registered``, the node key need not be registered yet.
     """
-    superlink, node_config = options.superlink, options.node_config
-    authority, key_file = options.root_certificates, options.auth_supernode_private_key
-    assert authority and key_file
+    values = host.read_environment(folder / host.INSTITUTION)
+    superlink, authority, key_file = values["COORDINATOR"], folder / AUTHORITY, folder / "node"
     report = Report()
     report.line(lasting_file, authority, "get the coordinator's new authority.pem")
     has_key = report.line(_readable, key_file)
@@ -51,12 +46,12 @@ def check_institution(options: "Check", registered: bool = True) -> Report:
         report.line(filtered, superlink, authority)
         if report.line(clock, answer.ahead) and has_key and registered:
             report.line(_registered, superlink, authority, key_file)
-    report.line(_trusted, options.trusted_entities)
-    report.line(_policy, node_config)
-    report.line(_data, node_config, options.task)
-    report.line(_worker, node_config)
-    if options.model:
-        report.line(model, options.model)
+    report.line(_trusted, folder / host.TRUSTED)
+    report.line(_policy, folder / "policy.toml")
+    report.line(_data, values["INSTITUTION"], folder / "data", task)
+    report.line(_worker, values["WORKER"])
+    if model:
+        report.line(check_model, model)
     report.line(disk, platformdirs.user_state_path("chambers"))
     report.line(gpu)
     return report
@@ -77,13 +72,8 @@ def _registered(superlink: str, authority: Path, file: Path) -> str:
     return f"{file} is registered"
 
 
-def _trusted(file: Path | None) -> str:
+def _trusted(file: Path) -> str:
     """Check the keys of trusted reviewers, whose signatures of releases are accepted."""
-    if file is None:
-        raise CommandError(
-            "without --trusted-entities, the SuperNode runs any code that the coordinator sends: "
-            "review a release, and trust the key that has signed it (chambers site sign)"
-        )
     try:
         entities = yaml.safe_load(read_bytes(file))
     except yaml.YAMLError as error:
@@ -105,25 +95,9 @@ def _trusted(file: Path | None) -> str:
     return f"{file}: accepts releases signed by {' or '.join(map(str, entities))}"
 
 
-def _node(node_config: str) -> Mapping[str, Scalar]:
-    try:
-        return parse_config_args([node_config])
-    except ClickException as error:
-        raise CommandError(f"--node-config {node_config}: {error.format_message()}") from error
-
-
-def _policy(node_config: str) -> str:
-    """Check the keys of the node config, and the policy named in it."""
-    node = _node(node_config)
-    check_keys(node)
-    file = str(node.get("policy", ""))
-    if not file:
-        raise CommandError(
-            "--node-config names no policy, so a run config may ask for anything: write a policy "
-            '(see docs/policy.md), and add policy="/srv/chambers/policy.toml" (without spaces '
-            'around "=")'
-        )
-    key = read_policy(file).instruction_key
+def _policy(file: Path) -> str:
+    """Check the policy."""
+    key = read_policy(str(file)).instruction_key
     if not key:
         raise CommandError(
             f"{file} names no instruction-key, so anyone whom the coordinator has registered can "
@@ -134,14 +108,14 @@ def _policy(node_config: str) -> str:
     return f"{file} is a policy; it accepts instructions whose signatures match {key}"
 
 
-def _data(node_config: str, task: str) -> str:
-    """Check the name and the data in the node config."""
+def _data(name: str, data: Path, task: str) -> str:
+    """Check the institution's name and data."""
     try:
         settings = DataSettings.model_validate({"task": task})
     except ValidationError as error:
         raise CommandError(f"--task {task}: {error.errors()[0]['msg']}") from error
     try:
-        name, path = name_and_data_path(_node(node_config))
+        name, path = name_and_data_path({"name": name, "data-path": str(data)})
         train, test = find_parts(path, held_out_part(settings))
         rows = len(read_task_rows(train, settings))
         held_out = (
@@ -155,9 +129,8 @@ def _data(node_config: str, task: str) -> str:
     return f"{name}: {rows} training rows and {held_out} in {path}"
 
 
-def _worker(node_config: str) -> str:
-    """Check that the resident worker is running, if the node config specifies one."""
-    socket = str(_node(node_config).get("worker", ""))
+def _worker(socket: str) -> str:
+    """Check that the resident worker is running, if the institution has one."""
     if not socket:
         return "worker: none; each message's process loads the model itself"
     try:

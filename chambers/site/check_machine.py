@@ -16,7 +16,7 @@ def disk(path: Path, cure: str = "delete old runs") -> str:
     return text
 
 
-def model(name: str) -> str:
+def check_model(name: str) -> str:
     """Check that a base model exists on this machine, and compute its digest."""
     from finetuning.model.base_model import locate
     from finetuning.model.fingerprint import digest, fingerprint

@@ -73,21 +73,12 @@ class Join:
         return self._await_admission(folder, key)
 
     def _await_admission(self, folder: Path, key: "ec.EllipticCurvePrivateKey") -> int:
-        from chambers.site.check import Check
         from chambers.site.check_institution import check_institution
         from chambers.site.registration import is_registered
 
         host.enter(folder)
-        check = Check(
-            superlink=self.coordinator,
-            root_certificates=folder / "authority.pem",
-            auth_supernode_private_key=folder / "node",
-            trusted_entities=folder / host.TRUSTED,
-            node_config=f'name="{self.name}" data-path="{folder}/data" '
-            f'policy="{folder}/policy.toml"',
-            model=self.model if self.model in BUILT_IN else f"{folder}/model",
-        )
-        if not check_institution(check, registered=False).passed:
+        model = self.model if self.model in BUILT_IN else f"{folder}/model"
+        if not check_institution(folder, model, registered=False).passed:
             print("resolve the lines that begin with fix, and run the same command again")
             return 1
         print("waiting for admission (the coordinator runs chambers site admit)", flush=True)

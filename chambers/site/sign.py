@@ -47,9 +47,10 @@ class Sign:
         content = read_bytes(self.release) if self.release else build_release(app_files())
         release = self.release or "the release of the installed chambers"
         app = app_of(content, release)
-        if not self.key.exists():
-            print(f"{self.key}: a new signing key; keep it secret")
+        new = not self.key.exists()
         key = open_signing_key(self.key)
+        if new:
+            print(f"{self.key}: a new signing key; keep it secret")
         signers = publish(
             folder=self.output, content=content, verification=sign(content, key), url=self.url
         )

@@ -151,25 +151,23 @@ def clock(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seconds", [3600, pytest.param(-3600, marks=pytest.mark.nightly)])
-def test_a_site_whose_clock_is_wrong_is_refused_and_its_check_says_so(running, clock, seconds):
+def test_a_site_whose_clock_is_wrong_is_refused_and_its_check_says_so(
+    running, clock, tmp_path, seconds
+):
     program = running.programs["court"]["supernode"]
     host, view = program.host, clock(program.view, seconds)
     said = host.run([*program.command, "--port=9095"], view, seconds=60).stdout
     explained(said, "SuperNode terminated gracefully.")
-    options = {
-        "superlink": running.address,
-        "root-certificates": "authority.pem",
-        "auth-supernode-private-key": "node",
-        "trusted-entities": "trusted.yaml",
-        "node-config": f'name="court" policy="{host.folder}/policy.toml"',
-    }
+    court = tmp_path / "court"
+    (court / "state").mkdir(parents=True)
+    for name in ("authority.pem", "node", "trusted.yaml", "policy.toml"):
+        (court / name).symlink_to(host.folder / name)
+    variables = f"COORDINATOR={running.address}\nINSTITUTION=court\nWORKER=\n"
+    (court / "institution.env").write_text(variables)
     inside = ["ip", "netns", "exec", host.namespace] if host.namespace else []
     checked = subprocess.run(
-        [
-            *(*inside, sys.executable, "-m", "chambers", "site", "check"),
-            *(f"--{name}={value}" for name, value in options.items()),
-        ],
-        cwd=host.folder,
+        [*inside, sys.executable, "-m", "chambers", "site", "check"],
+        cwd=court,
         env=view.environment | {"PYTHONPATH": str(CHECKOUT)},
         check=False,
         capture_output=True,

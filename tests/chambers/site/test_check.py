@@ -1,6 +1,7 @@
 """``chambers site check``: each problem has a line that names it and its remedy."""
 
 import json
+import os
 import shutil
 import socket
 import sqlite3
@@ -24,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from chambers.__main__ import main
 from chambers.site.authority import LOOPBACK, open_authority
+from chambers.site.check_coordinator import check_coordinator
 from chambers.site.instructions import open_instructions
 from chambers.site.keys import open_node_key
 from chambers.site.release import open_signing_key
@@ -31,7 +33,7 @@ from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
 from tests.chambers.conftest import another_user, refused
 from tests.client_app.worker_process import running_worker
-from tests.conftest import write_rows
+from tests.conftest import mounted, write_rows
 from tests.deployment.compose import read_services
 from tests.deployment.deployment import CHECKOUT
 from tests.gguf_files import write_gguf
@@ -77,25 +79,33 @@ def certify(folder, name, days=365):
 
 
 @pytest.fixture
-def site(tmp_path):
-    """Write certificates, keys and data, and a database."""
-    folder = tmp_path / "certificates"
+def site(tmp_path, monkeypatch):
+    """Write a coordinator's folder with certificates and a database, and an institution's."""
+    for name in ("FLWR_HOME", "PATH"):  # the command changes these variables
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    folder, court = tmp_path / "coordinator", tmp_path / "court"
     certify(folder, "coordinator.example.org")
-    open_node_key(tmp_path / "node")
-    open_signing_key(tmp_path / "reviewer")
-    write_rows(tmp_path / "data" / "train.jsonl", 8, seed=1)
-    write_rows(tmp_path / "data" / "test.jsonl", 3, seed=2)
-    policy = f'instruction-key = "{folder / "instructions.pub"}"\nmax-rounds = 5\n'
-    (tmp_path / "policy.toml").write_text(policy)
-    with closing(sqlite3.connect(tmp_path / "state.db")) as database:
-        database.execute("PRAGMA journal_mode = WAL")
+    for path in (folder / "state", folder / "database", court / "state"):
+        path.mkdir(parents=True)
+    open_node_key(court / "node")
+    open_signing_key(court / "reviewer")
+    for name in ("authority.pem", "instructions.pub"):
+        shutil.copy(folder / name, court)
+    write_rows(court / "data" / "train.jsonl", 8, seed=1)
+    write_rows(court / "data" / "test.jsonl", 3, seed=2)
+    policy = f'instruction-key = "{court / "instructions.pub"}"\nmax-rounds = 5\n'
+    (court / "policy.toml").write_text(policy)
+    database = folder / "database" / "superlink.db"
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
     return SimpleNamespace(
         folder=folder,
-        key=tmp_path / "node",
-        trusted=tmp_path / "trusted.yaml",
-        policy=tmp_path / "policy.toml",
-        data=tmp_path / "data",
-        database=tmp_path / "state.db",
+        court=court,
+        key=court / "node",
+        trusted=court / "trusted.yaml",
+        policy=court / "policy.toml",
+        data=court / "data",
+        database=database,
     )
 
 
@@ -108,32 +118,22 @@ def run(capsys, *words):
     return status, output
 
 
-def at_institution(capsys, site, port, *words, **changed):
-    options = {
-        "superlink": f"127.0.0.1:{port}",
-        "root-certificates": site.folder / "authority.pem",
-        "auth-supernode-private-key": site.key,
-        "trusted-entities": site.trusted,
-        "node-config": f'name="court" data-path="{site.data}" policy="{site.policy}"',
-    } | {key.replace("_", "-"): value for key, value in changed.items()}
-    given = (word for key, value in options.items() for word in (f"--{key}", value))
-    return run(capsys, *given, *words)[1]
+def at_institution(capsys, site, port, *words, superlink=None, name="court", worker=""):
+    address = superlink or f"127.0.0.1:{port}"
+    variables = f"COORDINATOR={address}\nINSTITUTION={name}\nWORKER={worker}\n"
+    (site.court / "institution.env").write_text(variables)
+    return run(capsys, site.court, *words)[1]
 
 
-def at_coordinator(capsys, site, port, *words, **changed):
-    options = {
-        "coordinator": site.folder,
-        "superlink": f"127.0.0.1:{port}",
-        "proxy": f"localhost:{port}",
-        "database": site.database,
-    } | changed
-    given = (word for key, value in options.items() for word in (f"--{key}", value))
-    return run(capsys, *given, *words)
+def at_coordinator(capsys, site, port, model="", proxy=None):
+    proxy = proxy or f"localhost:{port}"
+    report = check_coordinator(site.folder, model, proxy, f"127.0.0.1:{port}")
+    return 0 if report.passed else 1, capsys.readouterr().out
 
 
 def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     with proxy(site.folder) as port:
-        status, output = at_coordinator(capsys, site, port, "--model", checkpoint)
+        status, output = at_coordinator(capsys, site, port, checkpoint)
     assert status == 0, output
     assert "valid for 364 days" in output and "valid for 3650 days" in output
     # With fl-glm, the coordinator computes the model's body.
@@ -141,7 +141,7 @@ def test_a_coordinator_that_is_ready(capsys, site, checkpoint):
     assert "ok   GPU: " in output
 
 
-def test_a_database_that_can_fill_other_files_disk(capsys, site, small_disk, monkeypatch):
+def test_a_database_that_can_fill_other_files_disk(capsys, site, monkeypatch):
     results = site.data / "runs"
     monkeypatch.setenv("XDG_DATA_HOME", str(results))
     _, output = at_coordinator(capsys, site, 1)
@@ -149,15 +149,15 @@ def test_a_database_that_can_fill_other_files_disk(capsys, site, small_disk, mon
     assert f"warn {site.database.parent} is on the same file system as {shared}: messages" in output
     assert f"GiB free in {site.data}" in output
     assert f"warn {site.folder / 'proxy' / 'access.log'} doesn't exist, so" in output
-    _, output = at_coordinator(capsys, site, 1, database=small_disk / "superlink.db")
-    assert f"ok   {small_disk} is on a file system of its own" in output
-    assert (
-        f"fix  disk: 0.0 GiB free in {small_disk}; at least 5 GiB are needed: add space" in output
-    )
+    folder = site.database.parent
+    with mounted(folder, "2m"):
+        _, output = at_coordinator(capsys, site, 1)
+    assert f"ok   {folder} is on a file system of its own" in output
+    assert f"fix  disk: 0.0 GiB free in {folder}; at least 5 GiB are needed: add space" in output
 
 
 def test_a_coordinator_without_the_model(capsys, site, tmp_path):
-    _, output = at_coordinator(capsys, site, 1, "--model", tmp_path / "none")
+    _, output = at_coordinator(capsys, site, 1, str(tmp_path / "none"))
     assert "no config.json in" in output
 
 
@@ -205,7 +205,7 @@ def test_the_database(capsys, site):
         site.database.write_text("not a database, but a text of some length")
         assert "can't be written: file is not a database" in at_coordinator(capsys, site, port)[1]
         site.database.unlink()
-        assert "start the SuperLink with --database" in at_coordinator(capsys, site, port)[1]
+        assert "doesn't exist: start the SuperLink" in at_coordinator(capsys, site, port)[1]
 
 
 def test_what_an_institution_sees(capsys, site, checkpoint):
@@ -221,12 +221,13 @@ def test_what_an_institution_sees(capsys, site, checkpoint):
 
 def test_tls_errors_name_the_cure(capsys, site, tmp_path):
     certify(tmp_path / "other", "other.example.org")
+    own = (site.court / "authority.pem").read_bytes()
     with proxy(site.folder) as port:
-        output = at_institution(
-            capsys, site, port, root_certificates=tmp_path / "other" / "authority.pem"
-        )
+        shutil.copy(tmp_path / "other" / "authority.pem", site.court)
+        output = at_institution(capsys, site, port)
         assert "is not signed by the authority in" in output
         assert "get authority.pem from the coordinator" in output
+        (site.court / "authority.pem").write_bytes(own)
         output = at_institution(capsys, site, port, superlink=f"127.0.0.2:{port}")
         assert "nothing listens there" in output
     # The address is this machine's, but the certificate lacks the name.
@@ -283,25 +284,19 @@ def test_keys(capsys, site):
     key = ec.generate_private_key(ec.SECP384R1())
     site.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     assert "chambers site join writes one" in at_institution(capsys, site, 1)
-    output = at_institution(
-        capsys, site, 1, auth_supernode_private_key=site.key.parent / "reviewer"
-    )
-    assert "reviewer is not a key that Flower can read" in output
+    shutil.copy(site.court / "reviewer", site.key)
+    assert "node is not a key that Flower can read" in at_institution(capsys, site, 1)
 
 
-def test_trusted_entities(capsys, site, tmp_path):
+def test_trusted_entities(capsys, site):
     for content in ("", "{}", "- fpk_1"):
         site.trusted.write_text(content)
         assert "names no key" in at_institution(capsys, site, 1)
-    site.trusted.write_text(f"fpk_node: {(tmp_path / 'node.pub').read_text()}")
+    site.trusted.write_text(f"fpk_node: {(site.court / 'node.pub').read_text()}")
     assert "fpk_node is not an Ed25519 key" in at_institution(capsys, site, 1)
 
 
 def test_policy(capsys, site):
-    for node in ('name="court"', f'name="court" policy = "{site.policy}"'):
-        assert "names no policy" in at_institution(capsys, site, 1, node_config=node)
-    node = f'name="court" polciy="{site.policy}"'
-    assert "unknown keys (polciy)" in at_institution(capsys, site, 1, node_config=node)
     site.policy.write_text("max-rounds = 5\n")
     assert "names no instruction-key" in at_institution(capsys, site, 1)
     site.policy.write_text(f'instruction-key = "{site.folder / "authority.pem"}"\n')
@@ -311,16 +306,15 @@ def test_policy(capsys, site):
 
 
 def test_data_and_model(capsys, site, checkpoint, tmp_path):
-    def found(node_config):
-        return at_institution(capsys, site, 1, node_config=node_config)
-
-    assert "--node-config lacks data-path" in found('name="court"')
-    assert "can't be a client's name" in found(f'name="a/b" data-path="{site.data}"')
-    assert "must be an absolute path" in found('name="court" data-path="data"')
-    assert "none doesn't exist" in found(f'name="court" data-path="{tmp_path / "none"}"')
-    assert "has no train.jsonl" in found(f'name="court" data-path="{tmp_path}"')
+    assert "can't be a client's name" in at_institution(capsys, site, 1, name="a/b")
+    site.data.rename(tmp_path / "moved")
+    assert f"{site.data} doesn't exist" in at_institution(capsys, site, 1)
+    site.data.symlink_to(tmp_path)
+    assert "has no train.jsonl" in at_institution(capsys, site, 1)
+    site.data.unlink()
+    site.data.symlink_to(tmp_path / "moved")
     (site.data / "train.jsonl").write_text('{"instruction": "a"}\n')
-    assert "train.jsonl" in found(f'name="court" data-path="{site.data}"')
+    assert "train.jsonl" in at_institution(capsys, site, 1)
     row = {"question": "is it a tax?", "passage": "It is.", "idx": 0, "label": True}
     for part in ("train", "val"):
         (site.data / f"{part}.jsonl").write_text(f"{json.dumps(row)}\n")
@@ -338,29 +332,35 @@ def test_data_and_model(capsys, site, checkpoint, tmp_path):
 def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
     """An unreadable file fails only the check that reads it."""
     lines = len(at_institution(capsys, site, 1).splitlines())
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(0o755)
     closed = tmp_path / "closed"
     closed.mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(closed / "state"))
-    node = f'name="court" data-path="{closed}/data" policy="{site.policy}"'
+    site.data.rename(closed / "data")
+    site.data.symlink_to(closed / "data")
+    database = site.database.parent
     closed.chmod(0)
+    database.chmod(0)
     with another_user():
-        output = at_institution(capsys, site, 1, node_config=node)
-        _, other = at_coordinator(capsys, site, 1, database=closed / "superlink.db")
+        _, output = run(capsys, site.court)
+        _, other = at_coordinator(capsys, site, 1)
     closed.chmod(0o700)
+    database.chmod(0o700)
     cure = "Permission denied; run this as the SuperLink's or SuperNode's user"
-    assert f"fix  {closed}/data can't be read: {cure}" in output
+    assert f"fix  {site.data} can't be read: {cure}" in output
     assert f"fix  {closed}/state/chambers can't be read: {cure}" in output
     assert len(output.splitlines()) == lines
-    assert f"fix  {closed}/superlink.db can't be read: {cure}" in other
+    assert f"fix  {site.database} can't be read: {cure}" in other
 
 
 @pytest.mark.slow
 def test_worker(capsys, site, tmp_path):
     own = tmp_path / "own"
     own.mkdir(mode=0o700)
-    node = f'name="court" data-path="{site.data}" worker="{own / "worker.sock"}"'
+    path = own / "worker.sock"
     assert "worker: none" in at_institution(capsys, site, 1)
-    output = at_institution(capsys, site, 1, node_config=node)
+    output = at_institution(capsys, site, 1, worker=path)
     assert f"fix  the worker at {own / 'worker.sock'} is not running (No such file" in output
     variables = {"COORDINATOR": "", "INSTITUTION": "court", "WORKER": str(own / "worker.sock")}
     services = read_services(CHECKOUT / "docker" / "institution.yml", variables)
@@ -368,16 +368,13 @@ def test_worker(capsys, site, tmp_path):
     assert subprocess.run(healthy, check=False, stderr=subprocess.DEVNULL).returncode != 0
     with running_worker(own) as worker:
         subprocess.run(healthy, check=True)
-        output = at_institution(capsys, site, 1, node_config=node)
+        output = at_institution(capsys, site, 1, worker=path)
         assert f"ok   the worker at {own / 'worker.sock'} is running" in output
         wait_until(lambda: "a caller disconnected" in worker.log.read_text(), 60)
         assert "Traceback" not in worker.log.read_text()
         own.chmod(0o777)
-        assert "every user can write to" in at_institution(capsys, site, 1, node_config=node)
+        assert "every user can write to" in at_institution(capsys, site, 1, worker=path)
 
 
-def test_options_that_are_missing(capsys, site):
-    reason = refused(capsys, "site", "check", "--superlink", "a:1")
-    assert "at an institution, --root-certificates and --auth-supernode-private-key" in reason
-    reason = refused(capsys, "site", "check", "--coordinator", site.folder)
-    assert "at the coordinator, --proxy and --database must be given" in reason
+def test_a_folder_that_is_not_a_hosts(capsys, tmp_path):
+    assert "is not a host's folder" in refused(capsys, "site", "check", tmp_path)

@@ -59,10 +59,10 @@ def bash(coordinator, block):
 
 
 def checked(coordinator, institution):
-    words = ("chambers", "site", "check", "--superlink", coordinator.address)
-    words += ("--root-certificates", "authority.pem", "--node-config", "a=1")
-    words += ("--auth-supernode-private-key", institution.key)
-    return coordinator.command(*words, check=False)[1]
+    variables = f"COORDINATOR={coordinator.address}\nINSTITUTION=court\nWORKER=\n"
+    (institution.folder / "institution.env").write_text(variables)
+    (institution.folder / "state").mkdir(exist_ok=True)
+    return coordinator.command("chambers", "site", "check", institution.folder, check=False)[1]
 
 
 def test_only_signed_code_runs_until_the_key_is_withdrawn(coordinator, institution, tmp_path):

@@ -14,8 +14,8 @@ import pytest
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.supercore.retry.http_retry import _RETRYABLE_STATUS_CODES
 
-from chambers.__main__ import main
 from chambers.site.authority import LOOPBACK, open_authority
+from chambers.site.check_coordinator import check_coordinator
 from chambers.superlink import free_port
 from tests.chambers.site.deployment import proxy, running_nginx
 from tests.marks import nightly
@@ -92,8 +92,7 @@ def coordinator(nginx, tmp_path):
 
 def checked(coordinator, capsys) -> str:
     """Return the output of ``chambers site check``."""
-    words = ("--superlink", "127.0.0.1:1", "--proxy", "127.0.0.1:1", "--database", "none")
-    main(["site", "check", "--coordinator", str(coordinator.folder), *words])
+    check_coordinator(coordinator.folder, proxy="127.0.0.1:1", superlink="127.0.0.1:1")
     return str(capsys.readouterr().out)
 
 
