@@ -1,11 +1,12 @@
 """A wheel that is installed without a checkout can train and sign its release."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,42 @@ def test_the_installed_package_signs_the_checkout_s_release(run, tmp_path):
     assert "release: @chambers/chambers==" in shown
     (file,) = (tmp_path / "empty" / "release").glob("*.fab")
     assert file.read_bytes() == build_fab_from_disk(ROOT)
+
+
+def test_the_installed_package_sets_up_hosts(run, tmp_path):
+    run("chambers", "site", "coordinator", "coordinator.example.org")
+    folder = tmp_path / "empty"
+    (unit,) = (folder / "systemd").glob("*superlink*")
+    assert f"WorkingDirectory={folder}" in unit.read_text()
+
+
+def repack(installed, folder):
+    """Make a wheel of an installed distribution, as `pip wheel` would download it."""
+    tag = installed.read_text("WHEEL").partition("Tag: ")[2].split()[0]
+    name = f"{installed.name.replace('-', '_')}-{installed.version}-{tag}.whl"
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        for file in installed.files:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                archive.write(file.locate(), str(file))
+
+
+@pytest.mark.nightly
+def test_the_package_installs_from_a_folder_without_a_network(built, tmp_path):
+    enter = ["unshare", "--net"]
+    if subprocess.run([*enter, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("network namespaces are not permitted")
+    wheels, folder = tmp_path / "wheels", tmp_path / "environment"
+    wheels.mkdir()
+    for each in distributions(path=[sysconfig.get_path("purelib")]):
+        if each.name != "chambers":
+            repack(each, wheels)
+    shutil.copy(built[1], wheels)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    options = ("--no-index", "--find-links", wheels, "--no-compile")
+    install = [*enter, folder / "bin" / "pip", "install", *options, "chambers[privacy]"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(install, check=True, env=environment)
+    command = [*enter, folder / "bin" / "chambers", "site", "coordinator", "localhost"]
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path)
+    shutil.rmtree(wheels)
+    shutil.rmtree(folder)

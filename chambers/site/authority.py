@@ -48,8 +48,7 @@ class Authority:
         if end > self.certificate.not_valid_after_utc:
             raise CommandError(
                 f"{folder / AUTHORITY} expires in {days_left(self.certificate)} days, before the "
-                "certificate would; lower --days, or create a new authority, as docs/operations.md "
-                "describes"
+                "certificate would; create a new authority, as docs/operations.md describes"
             )
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
@@ -114,10 +113,8 @@ def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
 def check_names(names: Sequence[str]) -> list[str]:
     """Return the names followed by the loopback names, without duplicates.
 
-    Raise ``CommandError`` if there are none, or one is neither a host name nor an address.
+    Raise ``CommandError`` if one is neither a host name nor an address.
     """
-    if not names:
-        raise CommandError("NAME is missing: give the host name of the proxy")
     for name in names:
         if not (_HOST.fullmatch(name) or _address(name)):
             raise CommandError(

@@ -26,14 +26,6 @@ class Check:
     task: Annotated[
         str, option("Task of the planned run (data.task), whose rows are checked.", "TASK")
     ] = ""
-    proxy: Annotated[
-        str,
-        option(
-            "At the coordinator, address of the proxy; default: port 8443 of the certificate's "
-            "first name.",
-            "HOST:PORT",
-        ),
-    ] = ""
 
     def __call__(self) -> int:
         """Run all checks, and print a line for each check."""
@@ -45,4 +37,4 @@ class Check:
             return 0 if check_institution(folder, self.model, self.task).passed else 1
         from chambers.site.check_coordinator import check_coordinator
 
-        return 0 if check_coordinator(folder, self.model, self.proxy).passed else 1
+        return 0 if check_coordinator(folder, self.model).passed else 1

@@ -13,33 +13,29 @@ from chambers.disk_space import ACCESS_LOG, existing, top_sender
 from chambers.errors import CommandError
 from chambers.site.authority import (
     AUTHORITY,
-    LOOPBACK,
     SERVER,
     names_of,
     read_certificate,
     read_key,
 )
 from chambers.site.check_machine import check_model, disk, gpu
-from chambers.site.connection import filtered, healthy, host_and_port, lasting_file
+from chambers.site.connection import filtered, healthy, lasting_file
 from chambers.site.instructions import check_instructions
 from chambers.site.report import AdviceError, Report
 
 
 def check_coordinator(
-    folder: Path, model: str = "", proxy: str = "", superlink: str = "127.0.0.1:8000"
+    folder: Path, model: str, superlink: str = "localhost:8000", proxy: str = "localhost:8443"
 ) -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
-    ``folder`` is the coordinator's; the default of ``proxy`` is port 8443 of the certificate's
-    first name.
+    ``folder`` is the coordinator's. The institutions' checks verify the certificate's public name.
     """
     report = Report()
     authority, server = folder / AUTHORITY, folder / SERVER
     database = folder / "database" / "superlink.db"
-    proxy = proxy or f"{names_of(read_certificate(server))[0]}:8443"
     report.line(_pair, server, server.with_suffix(".key"))
     report.line(_chain, server, authority)
-    report.line(_names, server, proxy)
     renewal = f"{_renewal(server)}, then restart the proxy and the SuperLink"
     report.line(lasting_file, server, renewal)
     report.line(lasting_file, authority, "create a new authority, as docs/operations.md describes")
@@ -76,17 +72,8 @@ def _chain(file: Path, authority: Path) -> str:
         read_certificate(file).verify_directly_issued_by(read_certificate(authority))
     except (InvalidSignature, TypeError, ValueError) as error:
         raise CommandError(f"{file} is not signed by {authority}: {_renewal(file)}") from error
-    return f"{file} is signed by {authority}"
-
-
-def _names(file: Path, proxy: str) -> str:
-    names = names_of(read_certificate(file))
-    host, _ = host_and_port(proxy)
-    missing = [name for name in dict.fromkeys([host, *LOOPBACK]) if name not in names]
-    if missing:
-        problem = f"{file} is not valid for {', '.join(missing)}"
-        raise CommandError(f"{problem}: {_renewal(file)}, with this name")
-    return f"{file} is valid for {', '.join(names)}"
+    names = ", ".join(names_of(read_certificate(file)))
+    return f"{file} is signed by {authority}, for {names}"
 
 
 def _renewal(server: Path) -> str:

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from chambers.errors import CommandError
 from chambers.site import host
-from chambers.sources import argument, option
+from chambers.sources import argument
 
 _SENT = "for-institutions"
+_DAYS = 365  # for which a new certificate is valid
 _FILES = (
     *("flower.env", "state/.flwr/config.toml", "nginx.conf", "run.toml"),
     *(f"systemd/chambers-{name}.service" for name in ("superlink", "serverapp", "proxy")),
 )
-_MAX_DAYS = 3650
 
 
 @dataclass(frozen=True)
@@ -34,39 +34,33 @@ class Coordinator:
     names: Annotated[list[str], argument("NAME…")]
     folder: Annotated[Path, host.FOLDER] = Path()
     model: Annotated[str, host.MODEL] = "tiny"
-    days: Annotated[int, option("Days until a new certificate expires; default 365.", "N")] = 365
 
     def __call__(self) -> int:
         """Write the files that are missing, and print what to send to the institutions."""
-        from chambers.site.authority import (
-            AUTHORITY,
-            SERVER,
-            check_names,
-            names_of,
-            open_authority,
-            read_certificate,
-        )
+        from chambers.site import authority
         from chambers.site.instructions import PUBLIC, open_instructions
 
-        names = check_names(self.names)
-        if not 1 <= self.days <= _MAX_DAYS:
-            raise CommandError(f"--days {self.days}: must be 1 to {_MAX_DAYS}")
+        names = authority.check_names(self.names)
         folder = host.open_folder(self.folder, self.model)
-        server = folder / SERVER
+        server = folder / authority.SERVER
         if not server.exists():
-            open_authority(folder).issue(folder, names, self.days)
-        certificate = read_certificate(server)
-        if missing := ", ".join(name for name in names if name not in names_of(certificate)):
+            authority.open_authority(folder).issue(folder, names, _DAYS)
+        certificate = authority.read_certificate(server)
+        known = authority.names_of(certificate)
+        if missing := ", ".join(name for name in names if name not in known):
             raise CommandError(f"{server} is not valid for {missing}: delete it for a new one")
         open_instructions(folder)
         for name, mode in (("database", 0o700), ("proxy", 0o755), (_SENT, 0o755)):
             (folder / name).mkdir(mode=mode, exist_ok=True)
-        host.complete(folder, _FILES, self.model, {"coordinator.example.org": names[0]})
-        sent = [Path(shutil.copy(folder / name, folder / _SENT)) for name in (AUTHORITY, PUBLIC)]
+        address = f"[{names[0]}]" if ":" in names[0] else names[0]
+        host.complete(folder, _FILES, self.model, {"coordinator.example.org": address})
+        public = [folder / authority.AUTHORITY, folder / PUBLIC]
+        for file in public:
+            shutil.copy(file, folder / _SENT)
         end = certificate.not_valid_after_utc.date()
-        print(f"{server}: valid until {end} for {', '.join(names_of(certificate))}")
+        print(f"{server}: valid until {end} for {', '.join(known)}")
         print(f"send {folder / _SENT} to every institution, and read out by telephone:")
-        host.print_digests(*sent)
+        host.print_digests(*public)
         print(f"when the reviewer's folder release is in {folder}, start the programs:")
         print(f"  chambers site up {folder}")
         return 0

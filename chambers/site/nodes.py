@@ -30,17 +30,14 @@ class Admit:
     def __call__(self) -> int:
         """Register the key; refuse a name that another node has."""
         from chambers.site.keys import digest, read_public_key
-        from federation.flower_internals import (
-            RegisterNodeRequest,
-            control_client,
-            public_key_to_bytes,
-        )
+        from federation import flower_internals as flower
 
         host.check_name(self.name)
         key = read_public_key(self.key)
-        request = RegisterNodeRequest(public_key=public_key_to_bytes(key), name=self.name)
+        public = flower.public_key_to_bytes(key)
+        request = flower.RegisterNodeRequest(public_key=public, name=self.name)
         host.enter(self.folder)
-        with control_client() as client:
+        with flower.control_client() as client:
             if _members(client, self.name):
                 raise CommandError(f"{self.name} is admitted; to replace its key, expel it first")
             node = client.RegisterNode(request).node_id

@@ -75,11 +75,13 @@ def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
     """
     from chambers.superlink import free_port
 
-    port, programs = str(free_port()), {}
+    port, programs = free_port(), {}
     # The programs end even if this process is killed.
     bound = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     for unit in sorted((folder / "systemd").glob("*.service")):
-        text = unit.read_text(encoding="utf-8").replace("\\\n", " ").replace("9094", port)
+        text = unit.read_text(encoding="utf-8").replace("\\\n", " ")
+        text = text.replace("--port=9094", f"--port={port}")
+        text = text.replace("127.0.0.1:9094", f"127.0.0.1:{port}")
         if os.geteuid() == 0:  # otherwise, nginx would read files as another user
             text = text.replace("daemon off;", "daemon off; user root;")
         variables: dict[str, str] = {}
@@ -88,8 +90,8 @@ def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
             if key == "EnvironmentFile":
                 variables |= read_environment(Path(value))
             elif key == "Environment":
-                name, _, text = shlex.split(value)[0].partition("=")
-                variables[name] = text
+                name, _, assigned = shlex.split(value)[0].partition("=")
+                variables[name] = assigned
             elif key == "ExecStart":
                 words = [Template(word).safe_substitute(variables) for word in shlex.split(value)]
                 command = [word for word in words if "--health-server-address" not in word]

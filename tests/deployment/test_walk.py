@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from flwr.cli.build import build_fab_from_files
 
 from server_app.main import STRATEGIES
+from tests.chambers.site.deployment import APP
 from tests.conftest import write_checkpoint, write_rows
 from tests.deployment.deployment import CHECKOUT
 from tests.deployment.hosts import namespaces_permitted
@@ -67,9 +69,9 @@ class Walk:
         assert process.poll() is None, log.read_text()
         return process, log
 
-    def run(self, organisation: str, block: str) -> str:
+    def run(self, organisation: str, block: str, status: int = 0) -> str:
         process, log = self.start(organisation, block)
-        assert process.wait(SECONDS) == 0, f"{block}\n{log.read_text()[-3000:]}"
+        assert process.wait(SECONDS) == status, f"{block}\n{log.read_text()[-3000:]}"
         return log.read_text()
 
 
@@ -120,6 +122,13 @@ def end(process):
         process.wait(60)
 
 
+@pytest.mark.nightly
+def test_make_deployment(walk):
+    script = CHECKOUT / "examples" / "deployment.sh"
+    said = walk.run("coordinator", f"{script} trial")
+    assert said.count(" online ") == 2 and "Averaged the adapters of consultation, court" in said
+
+
 def join(walk, name, commands):
     """Run an institution's commands: it waits until the coordinator has admitted it."""
     admitted = next(block for _, _, block in BLOCKS if "site admit" in block)
@@ -158,3 +167,10 @@ def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(walk, strategies
     results = (coordinator / "state" / ".local/share/chambers/runs").iterdir()
     assert {result.name.rpartition("_")[2] for result in results} == set(strategies)
     assert walk.run("coordinator", "chambers site nodes").count(" online ") == 2
+    # A run that fails, and a release of something else.
+    said = walk.run("coordinator", "chambers run run.toml rounds=30", status=1)
+    assert "the site's policy refuses rounds = 30 (max-rounds = 20)" in said.splitlines()[-1]
+    (walk.folder / "tiny.fab").write_bytes(build_fab_from_files(APP)[0])
+    walk.run("reviewer", "chambers site sign ../tiny.fab --key key --output ../coordinator/release")
+    said = walk.run("coordinator", "chambers run run.toml", status=2)
+    assert "the proxy serves @courts/tiny==1.0.0, but @chambers/chambers==" in said

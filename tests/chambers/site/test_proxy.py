@@ -92,7 +92,7 @@ def coordinator(nginx, tmp_path):
 
 def checked(coordinator, capsys) -> str:
     """Return the output of ``chambers site check``."""
-    check_coordinator(coordinator.folder, proxy="127.0.0.1:1", superlink="127.0.0.1:1")
+    check_coordinator(coordinator.folder, "", superlink="127.0.0.1:1", proxy="127.0.0.1:1")
     return str(capsys.readouterr().out)
 
 
