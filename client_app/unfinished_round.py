@@ -9,6 +9,8 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
+from importlib.metadata import version
 from logging import INFO, WARNING
 
 import torch
@@ -16,6 +18,7 @@ from flwr.common import log
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
+from client_app.code_digest import code_digest
 from client_app.task import Task
 from finetuning.adapters.adapter import State
 from finetuning.files import remove_whole, replacing, write_json
@@ -36,7 +39,7 @@ class UnfinishedRound:
         """Return the report, adapter and optimizer state, or None if there is no such round."""
         try:
             content = json.loads((self._folder / "progress.json").read_bytes())
-            if content.pop("inputs") != self._inputs():
+            if content.pop("inputs") != self._inputs:
                 return None
             report = TrainingReport(**content)
             adapter = load_file(self._folder / "adapter.safetensors")
@@ -67,7 +70,7 @@ class UnfinishedRound:
                 aside.mkdir(parents=True)
                 save_file(adapter, aside / "adapter.safetensors")
                 save_file(export_optimizer(optimizer, parameters), aside / "optimizer.safetensors")
-                content = {"inputs": self._inputs(), **asdict(report)}
+                content = {"inputs": self._inputs, **asdict(report)}
                 write_json(aside / "progress.json", content)
         except (OSError, SafetensorError) as error:
             log(WARNING, "%s: the checkpoint can't be written: %s", self._task.title, error)
@@ -77,10 +80,15 @@ class UnfinishedRound:
         """Remove the stored progress after the end of the round."""
         remove_whole(self._folder)
 
+    @cached_property
     def _inputs(self) -> str:
-        """Return a digest of all that determines the round's result."""
+        """Digest of all that determines the round's result."""
         task, config = self._task, self._task.config
+        lengths = [len(example.tokens) for example in task.institution.train]
         settings = [
+            code_digest(),
+            *(version(package) for package in ("torch", "transformers", "peft")),
+            str((task.institution.size, lengths)),
             str((config.strategy, config.seed, config.rounds, task.instruction.round)),
             config.train.model_dump_json(exclude={"checkpoint_minutes"}),
             *(s.model_dump_json() for s in (config.model, config.adapter, config.continual)),

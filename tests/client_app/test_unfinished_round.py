@@ -1,5 +1,6 @@
 """A client that is killed in a round continues from its checkpoint when the round is repeated."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from tests.marks import nightly
 from tests.strategies.grids import same
 
 STEPS = 4
+TURNS = [{"role": "user", "content": ""}] * 60 + [{"role": "assistant", "content": "the"}]
 
 
 class Killing(UnfinishedRound):
@@ -71,16 +73,27 @@ def test_a_killed_client_s_round_equals_an_unbroken_one(values, tmp_path, caplog
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["learning rate", "damage"])
-def test_other_inputs_and_a_damaged_file_begin_the_round_anew(values, tmp_path, caplog, change):
+@pytest.mark.parametrize("change", ["learning rate", "library", "row", "damage"])
+def test_other_inputs_and_a_damaged_file_begin_the_round_anew(
+    values, client_folders, tmp_path, caplog, monkeypatch, change
+):
     values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": STEPS}
-    values |= {"train.checkpoint-minutes": 1e-9}
+    values |= {"train.checkpoint-minutes": 1e-9, "data.path": str(tmp_path / "data")}
+    rows = shutil.copytree(client_folders, tmp_path / "data") / "alpha" / "train.jsonl"
     killed(partial(run_in_process, values, tmp_path / "killed", 3))
-    if change == "damage":
+    if change == "learning rate":
+        values |= {"train.learning-rate": 1e-5}
+    elif change == "library":
+        metadata = tmp_path / "newer" / "peft-99.0.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0\n")
+        monkeypatch.syspath_prepend(tmp_path / "newer")
+    elif change == "row":  # a row without an example, because its template doesn't fit
+        with rows.open("a") as file:
+            file.write(json.dumps({"messages": TURNS}) + "\n")
+    else:
         (file,) = (tmp_path / "killed").rglob("unfinished/adapter.safetensors")
         file.write_bytes(file.read_bytes()[:100])
-    else:
-        values |= {"train.learning-rate": 1e-5}
     with caplog.at_level("INFO"):
         found = run_in_process(values, tmp_path / "killed", 3)
     assert "continuing" not in caplog.text
