@@ -14,7 +14,7 @@ from federation.instruction_keys import signer_of
 from federation.messages import to_arrays
 from federation.resumption import check_resumable, checkpoint_files
 from federation.run_config import ConfigError, RunConfig, parse_run_config
-from federation.run_folder import METRICS, SUMMARY, announce, end_status, running
+from federation.run_folder import METRICS, SUMMARY, announce, end_status, read_status, running
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.adapters.saved import read_fitting
 from finetuning.files import replacing
@@ -59,8 +59,8 @@ def main(grid: Grid, context: Context) -> None:
             elif not config.resume:  # the run was refused before any computation
                 shutil.rmtree(directory)
             raise
-        _show_end(directory)
         _show_summary(directory)
+        _show_end(directory)
 
 
 def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint | None) -> None:
@@ -86,10 +86,13 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         log(INFO, "Resuming after round %d of %s", progress.finished_rounds, directory)
     results.describe(digests)
     announce(directory)
-    strategy = kind(
-        config=config, fingerprint=digests, progress=progress, journal=results, signer=signer
-    )
     try:
+        if _is_over(progress, config):
+            results.checkpoint(progress, state)  # writes what the killed process didn't
+            return
+        strategy = kind(
+            config=config, fingerprint=digests, progress=progress, journal=results, signer=signer
+        )
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
         results.close()
@@ -146,14 +149,21 @@ def open_directory(config: RunConfig) -> Path:
 def checkpoint_of(config: RunConfig, directory: Path) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
-    Raise ``ConfigError`` if the run has already finished its rounds.
+    Raise ``ConfigError`` if the run has already completed its rounds. A run that was killed after
+    its last checkpoint has not: the resumed run writes the missing results.
     """
     if not config.resume:
         return None
-    checkpoint = load_checkpoint(directory, config)
+    checkpoint, status = load_checkpoint(directory, config), read_status(directory)
     finished = checkpoint.progress.finished_rounds
-    if finished >= config.rounds and checkpoint.progress.evaluated:
+    is_complete = status.phase == "completed" or status.rounds != config.rounds
+    if is_complete and _is_over(checkpoint.progress, config):
         raise ConfigError(
             f'resume = "{directory}" has finished its {finished} rounds; raise rounds to continue'
         )
     return checkpoint
+
+
+def _is_over(progress: Progress, config: RunConfig) -> bool:
+    """Return whether all rounds are finished and evaluated."""
+    return progress.finished_rounds >= config.rounds and progress.evaluated

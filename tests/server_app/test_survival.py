@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import signal
 import time
@@ -14,8 +15,11 @@ from safetensors import safe_open
 from chambers.in_process import InProcessGrid
 from chambers.run_status import look
 from federation.resumption import checkpoint_files
+from federation.run_config import ConfigError
+from federation.run_folder import read_status
 from finetuning.files import DiskFullError, remove_unfinished, remove_whole, replacing
-from server_app.main import main as server_app
+from server_app import main as server_app
+from server_app.results import Results
 from tests.conftest import fill
 from tests.server_app.test_resume import NODES, events, final
 from tests.strategies.grids import same
@@ -26,7 +30,7 @@ SECONDS = 60
 def serve(values: dict, grid: InProcessGrid | None = None) -> Path:
     """Run the ServerApp to its end; return the newest folder of results."""
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
-    server_app(grid or InProcessGrid(values, NODES), context)
+    server_app.main(grid or InProcessGrid(values, NODES), context)
     return newest(values)
 
 
@@ -109,6 +113,51 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(valu
     assert serve(there | {"resume": str(directory)}) == directory
     assert not unfinished(directory)
     assert same(final(serve(here)), final(directory))
+
+
+class Killed(Results):
+    """Results of a process that is killed after the checkpoint of the last round."""
+
+    def _publish(self, finished_rounds):
+        if finished_rounds == self._config.rounds:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._publish(finished_rounds)
+
+
+def serve_until_killed(values: dict) -> None:
+    server_app.Results = Killed
+    serve(values)
+
+
+@pytest.mark.slow
+def test_a_run_killed_after_its_last_checkpoint_is_completed_without_its_clients(values, tmp_path):
+    values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": 1}
+    here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    there = values | {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    unbroken = serve(here)
+    process = multiprocessing.get_context("fork").Process(target=serve_until_killed, args=(there,))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == -signal.SIGKILL
+    directory = newest(there)
+    assert look(directory).exit_status == 1
+    resumed = there | {"resume": str(directory)}
+    with pytest.raises(ConfigError, match="has finished its 1 rounds; raise rounds"):
+        serve(resumed | {"rounds": 0})  # no client has saved final adapters for this number
+    assert serve(resumed, InProcessGrid(there, {})) == directory
+    assert same(final(unbroken), final(directory))
+    assert events(unbroken) == events(directory)
+    assert files(unbroken) == files(directory)
+    assert read_status(directory).replied == read_status(unbroken).replied
+    assert look(directory).exit_status == 0
+    with pytest.raises(ConfigError, match="has finished its 1 rounds; raise rounds"):
+        serve(resumed)
+
+
+def files(directory: Path) -> list[Path]:
+    """Return the files of a run, except TensorBoard's, of which a resumed run has several."""
+    found = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return sorted(path for path in found if path.parts[0] != "tensorboard")
 
 
 @pytest.mark.slow
