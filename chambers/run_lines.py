@@ -28,6 +28,8 @@ def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[st
             # The event of a round is recorded before the events of its participants.
             if {e["client"] for e in trained} >= set(event.get("participants", [])):
                 yield _line(f"{name}: trained", event, _trained(trained), _reasons(event))
+        if event["event"] == "late":
+            yield f"{name}: averaged again with late replies: {', '.join(event['clients'])}"
         if event["event"] == "evaluation":
             missing = [e for e in own if e["event"] == "evaluation-missing"]
             reasons = "".join(map(_reasons, missing[-1:]))

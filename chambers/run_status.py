@@ -198,10 +198,11 @@ def _clients(seen: Seen) -> list[tuple[str, ...]]:
             doing[event["client"]] += f"; its {event['what']} was scaled by {event['factor']:.2g}"
             reduced.add(event["client"])
         # Skip other events: they contain metrics whose keys are chosen by the clients.
-        if event["event"] not in {"round", "refused"}:
+        if event["event"] not in {"round", "late", "refused"}:
             continue
         for name in event.get("participants", []):
-            doing[name] = f"took part in round {event['round']}"
+            late = " (late)" if name in event.get("clients", []) else ""
+            doing[name] = f"took part in round {event['round']}{late}"
             reduced.discard(name)
         for out in event.get("left_out", []):
             doing[out["client"]] = f"OUT of round {event['round']}: {out['reason']}"

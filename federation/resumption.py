@@ -11,6 +11,7 @@ from federation.run_config import ConfigError, RunConfig
 # take part.)
 _MAY_CHANGE = {
     "min-nodes",
+    "late-replies",
     "output-dir",
     "state-path",
     "resume",

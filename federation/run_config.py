@@ -94,6 +94,12 @@ class RunConfig(Section):
         description="Seconds that a client has for one train or evaluate message, from the start "
         "of processing; in simulation, waiting for a free process doesn't count.",
     )
+    late_replies: bool = Field(
+        False,
+        description="Also average adapters that arrive after `round-timeout`, but before the end "
+        "of the evaluation after the round; the average and the evaluation are then repeated. Not "
+        "for `fl-glm`.",
+    )
     output_dir: str = Field(
         "",
         description="Folder in which every run creates its results folder; an absolute path. "
@@ -193,6 +199,8 @@ class RunConfig(Section):
             raise ValueError(
                 'evaluate.alone needs the whole model at each client; strategy = "fl-glm" splits it'
             )
+        if self.late_replies:
+            raise ValueError("late-replies is not for fl-glm: the server's part would be missing")
         if self.split.average_every and self.split.schedule != "hierarchical":
             raise ValueError(
                 'split.average-every is for split.schedule = "hierarchical"; other schedules '

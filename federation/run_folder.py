@@ -34,6 +34,7 @@ _NEEDS = {
     "evaluate": {"client", "round", "model"},
     "answers": {"client", "round", "model", "answers"},
     "round": {"round"},
+    "late": {"round", "clients"},
     "scaled": {"client", "round", "what", "factor"},
     "evaluation-missing": {"round", "left_out"},
     "lane": {"client", "round", "purpose"},

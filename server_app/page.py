@@ -74,8 +74,10 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <th scope="col">Left out</th><th scope="col">Scaled down</th>
 <th scope="col" class="number">Seconds</th></tr></thead>
 {% for round in rounds %}
-<tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}</td>
-<td>{% for left in round.left_out %}{{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
+<tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}
+{{- "; late: " ~ round.clients|join(", ") if round.clients }}</td>
+<td>{% for left in round.left_out if left.client not in round.clients|default([]) %}
+{{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
 <td>{% for own in scaled if own.round == round.round %}{{ own.client }}: {{ own.what }}
 × {{ "%.2g"|format(own.factor) }}<br>{% endfor %}</td>
 <td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>

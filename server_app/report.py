@@ -78,7 +78,14 @@ def questions(events: Iterable[Event]) -> dict[str, dict[tuple[str, str], dict[s
 def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     latest = latest_values(events)
     looks = {client: _LOOKS[i % len(_LOOKS)] for i, client in enumerate(latest)}
-    rounds = {event["round"]: event for event in events if event["event"] == "round"}
+    rounds: dict[int, Event] = {}
+    notes: list[Event] = []  # on each round's last average: late replies repeat an average
+    for event in events:
+        if event["event"] in ("round", "late"):
+            rounds[event["round"]] = rounds.get(event["round"], {}) | event
+            notes = [note for note in notes if note["round"] != event["round"]]
+        if event["event"] in ("scaled", "evaluation-missing"):
+            notes.append(event)
     plots = []
     for key, title, note in _PLOTS:
         curves = {name: _curve(events, key, event="train", client=name) for name in looks}
@@ -98,8 +105,8 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
         },
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
-        scaled=[event for event in events if event["event"] == "scaled"],
-        unevaluated=[event for event in events if event["event"] == "evaluation-missing"],
+        scaled=[note for note in notes if note["event"] == "scaled"],
+        unevaluated=[note for note in notes if note["event"] == "evaluation-missing"],
         lanes=_lanes(events),
         lane_columns=[(key, heading) for key, heading, _ in _LANES],
     )

@@ -194,6 +194,9 @@ class Results:
         TensorBoard's files are not changed, so they contain repeated rounds twice.
         """
         remove_unfinished(self.directory)
+        for folder in self._trained(checkpoint.progress.finished_rounds).glob("*"):
+            if checkpoint.rounds.get(folder.name) != checkpoint.progress.finished_rounds:
+                remove_whole(folder)  # from a late reply that isn't in the checkpoint's average
         if checkpoint.progress.evaluated:
             self._publish(checkpoint.progress.finished_rounds)
         self._sizes, self._rounds = dict(checkpoint.sizes), dict(checkpoint.rounds)

@@ -35,6 +35,32 @@ class _Request:
     max_bytes: int  # maximum size of the reply in memory
 
 
+class Unanswered:
+    """The sent messages to which no reply has been pulled yet.
+
+    ``patience_seconds`` is the time to wait for a reply before polling the other clients.
+    """
+
+    def __init__(self, grid: Grid, patience_seconds: float = 5.0) -> None:
+        self.requests: dict[str, _Request] = {}  # by message id
+        self._grid, self._seconds = grid, patience_seconds
+        self._pulls: dict[str, Future[list[Message]]] = {}
+
+    def poll(self) -> Iterator[Message]:
+        """Yield the replies that have arrived, as described for ``exchange``."""
+        pulls = self._pulls
+        for identifier, request in list(self.requests.items()):
+            if identifier not in pulls:
+                pulls[identifier] = _begin_pull(self._grid, identifier, request, self._seconds)
+            if not pulls[identifier].done():
+                continue
+            replies = pulls.pop(identifier).result()
+            if replies:
+                del self.requests[identifier]
+            while replies:
+                yield replies.pop()
+
+
 def exchange(
     grid: Grid,
     messages: Iterable[Message],
@@ -42,7 +68,7 @@ def exchange(
     signer: Signer | None = None,
     array_bytes: int = 0,
     on_poll: Callable[[], None] = lambda: None,
-    patience_seconds: float = 5.0,
+    unanswered: Unanswered | None = None,
 ) -> Iterator[Message]:
     """Send messages, and yield each reply as it arrives.
 
@@ -54,35 +80,25 @@ def exchange(
     There is at most one message per client, and each client has ``timeout`` seconds to reply. With
     a ``signer``, messages are signed, and replies must be authenticated. ``array_bytes`` is the
     expected size of the arrays in a reply. ``on_poll`` is called each time all clients have been
-    polled; ``patience_seconds`` is the time to wait for a reply before polling the other clients.
+    polled. Afterwards, ``unanswered`` contains the messages whose replies are late.
     """
+    unanswered = unanswered or Unanswered(grid)
     sent = list(messages)
     end = time.monotonic() + timeout * turns(grid, len(sent))
-    waiting: dict[str, _Request] = {}
     max_bytes = 2 * array_bytes + _MAX_REPLY_BYTES
     for identifier, request in _push_all(grid, sent, signer, max_bytes):
         if identifier:
-            waiting[identifier] = request
+            unanswered.requests[identifier] = request
         else:
             yield _failed(request.metadata, "the message to it could not be sent")
     sent.clear()
-    pulls: dict[str, Future[list[Message]]] = {}
-    while waiting:
+    while unanswered.requests:
         is_late = time.monotonic() >= end
-        for identifier, request in list(waiting.items()):
-            if identifier not in pulls:
-                pulls[identifier] = _begin_pull(grid, identifier, request, patience_seconds)
-            if not pulls[identifier].done():
-                continue
-            replies = pulls.pop(identifier).result()
-            if replies:
-                del waiting[identifier]
-            while replies:
-                yield replies.pop()
+        yield from unanswered.poll()
         if is_late:
             return
         on_poll()
-        if waiting:
+        if unanswered.requests:
             time.sleep(getattr(grid, "pull_interval", _PULL_SECONDS))
 
 

@@ -181,8 +181,8 @@ class Participants:
         return self._registered[message.metadata.dst_node_id]
 
     def sender_of(self, reply: Message) -> Participant | None:
-        """Return the sender of a reply, or None if it isn't a recipient of the last messages."""
-        return self._asked.get(reply.metadata.src_node_id)
+        """Return the sender of a reply, or None if it isn't registered."""
+        return self._registered.get(reply.metadata.src_node_id)
 
     def address(
         self,
@@ -204,6 +204,8 @@ class Participants:
         self._connected = {p.name for p in connected}
         self._asked = {p.node_id: p for p in self._drawn(connected, draw)}
         ttl = self._config.reply_timeout * turns(grid, len(self._asked))
+        if message_type == MessageType.TRAIN and self._config.late_replies:
+            ttl *= 2  # the reply can arrive until the end of the evaluation
         nodes = list(self._asked)
         if order is not None:
             Random(order).shuffle(nodes)

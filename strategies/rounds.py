@@ -22,7 +22,7 @@ from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
 from split.protocol.errors import printable
 from strategies.collection import reasons, require_enough, require_finite, says_not_finite
-from strategies.exchange import exchange, turns
+from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import Journal, Progress
 from strategies.live_status import LiveStatus
 from strategies.metrics import evaluation_events, record_scaled, underscored
@@ -56,6 +56,9 @@ class Rounds(Strategy):
         queried = replace(self._instruction, round=progress.finished_rounds)
         self._participants = Participants(config, queried, fingerprint, signer)
         self._reference = ArrayRecord()
+        # The averaged clients' data sizes and, with ``late-replies``, the messages to the others.
+        self._sizes: dict[str, int] = {}
+        self._unanswered: Unanswered | None = None
         self._status = LiveStatus(journal, config.rounds)
 
     def summary(self) -> None:
@@ -112,7 +115,7 @@ class Rounds(Strategy):
                 self.progress, finished_rounds=current, evaluated=False, importance=None
             )
             self._checkpoint(arrays)
-            self._evaluate(arrays, grid, timeout)
+            arrays = self._evaluate(arrays, grid, timeout)
         return Result(arrays=arrays)
 
     def configure_train(
@@ -148,28 +151,55 @@ class Rounds(Strategy):
                 self._status.add(name, reason)
                 log(WARNING, "%s is left out: %s", name, reason)
             self._record_round(server_round, collected)
-            names, reference = list(collected.metrics), from_arrays(self._reference)
-            sizes = {name: self._participants.asked[name] for name in names}
-            counted = self._counted(sizes)
-            factors = update_factors({n: distance(collected.state(n), reference) for n in names})
-            shares = {name: counted[name] / size for name, size in sizes.items()}
-            record_scaled(self._journal, server_round, "update", factors)
-            record_scaled(self._journal, server_round, "data size", shares)
-            mean = WeightedMean()
-            for name in names:
-                state = collected.state(name)
-                mean.add(scaled(state, reference, factors[name]), counted[name])
+            self._sizes = {}
+            return self._mean(server_round, collected), None
+
+    def _mean(self, server_round: int, new: Replies) -> ArrayRecord:
+        """Average the adapters of new replies and of the round's earlier replies, if any."""
+
+        def state_of(name: str) -> State:
+            saved = None if name in new.metrics else self._journal.personalised(name)
+            return saved[1] if saved else new.state(name)
+
+        reference = from_arrays(self._reference)
+        sizes = self._sizes | {name: metrics[SIZE] for name, metrics in new.metrics.items()}
+        self._sizes = sizes = dict(sorted(sizes.items()))
+        counted = self._counted(sizes)
+        factors = update_factors({name: distance(state_of(name), reference) for name in sizes})
+        shares = {name: counted[name] / size for name, size in sizes.items()}
+        record_scaled(self._journal, server_round, "update", factors)
+        record_scaled(self._journal, server_round, "data size", shares)
+        mean = WeightedMean()
+        for name, size in sizes.items():
+            state = state_of(name)
+            mean.add(scaled(state, reference, factors[name]), counted[name])
+            if name in new.metrics:
                 personalised = self._personalised(name, state)
                 self._journal.keep_personalised(
                     client=name,
-                    state=collected.file(name) if personalised is state else personalised,
+                    state=new.file(name) if personalised is state else personalised,
                     round_number=server_round,
-                    size=sizes[name],
+                    size=size,
                 )
-                del state, personalised  # release their memory before the next ones are read
-            self._average(counted)
-            log(INFO, "Averaged the adapters of %s", ", ".join(names))
-            return to_arrays(mean.result()), None
+                del personalised
+            del state  # release its memory before the next one is read
+        self._average(counted)
+        log(INFO, "Averaged the adapters of %s", ", ".join(sizes))
+        return to_arrays(mean.result())
+
+    def _average_again(self, server_round: int) -> ArrayRecord | None:
+        """Repeat the average with any late replies, as if they had been in time, or return None."""
+        if self._unanswered is None:
+            return None
+        with Replies(self._journal.scratch) as late:
+            self._collect(late, self._unanswered.poll(), self._reference, are_late=True)
+            if not late.metrics:
+                return None
+            log(INFO, "Late replies are averaged: %s", ", ".join(late.metrics))
+            event = {"event": "late", "round": server_round, "clients": list(late.metrics)}
+            self._journal.record({**event, "participants": sorted({*self._sizes, *late.metrics})})
+            self._record_training(server_round, late)
+            return self._mean(server_round, late)
 
     def _collect(
         self,
@@ -177,6 +207,7 @@ class Rounds(Strategy):
         replies: Iterable[Message],
         reference: ArrayRecord | None,
         minimum: float = -math.inf,
+        are_late: bool = False,
     ) -> None:
         """Check replies as they arrive; release each reply's memory before the next one is pulled.
 
@@ -202,9 +233,12 @@ class Rounds(Strategy):
                     collected.left_out[sender.name] = reason
                     if says_not_finite(reply, reason):
                         collected.not_finite.append(sender.name)
-                self._status.add(sender.name, reason)
+                if not are_late:
+                    self._status.add(sender.name, reason)
             del reply  # release its memory before the next reply is pulled
-        collected.left_out |= self._participants.missing({*collected.metrics, *collected.left_out})
+        if not are_late:
+            answered = {*collected.metrics, *collected.left_out}
+            collected.left_out |= self._participants.missing(answered)
         collected.sort()
         for name, reason in collected.left_out.items():
             log(WARNING, "%s is left out: %s", name, reason)
@@ -218,7 +252,10 @@ class Rounds(Strategy):
         if not self._evaluation(server_round - 1).losses:  # otherwise, the evaluation checked this
             require_finite(self._journal, server_round - 1, collected, self._participants.asked)
         require_enough(f"round {server_round}", collected, self.config.min_nodes)
-        for name, metrics in valid.items():
+        self._record_training(server_round, collected)
+
+    def _record_training(self, server_round: int, collected: Replies) -> None:
+        for name, metrics in collected.metrics.items():
             own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
             event = {"event": "train", "round": server_round, "client": name}
             if reason := collected.withheld.get(name):
@@ -290,6 +327,9 @@ class Rounds(Strategy):
         self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
     ) -> Iterator[Message]:
         """Send train or evaluate messages to all clients at once, and yield replies."""
+        unanswered = Unanswered(grid)
+        if training and self.config.late_replies:
+            self._unanswered = unanswered
         return exchange(
             grid=grid,
             messages=messages,
@@ -297,6 +337,7 @@ class Rounds(Strategy):
             signer=self._signer,
             array_bytes=sum(len(array.data) for array in self._reference.values()),
             on_poll=lambda: self._status.refresh(self._lanes),
+            unanswered=unanswered,
         )
 
     def _lanes(self) -> list[LaneStatus]:
@@ -329,7 +370,8 @@ class Rounds(Strategy):
     def _use_importance(self, replies: Replies) -> None:
         """Process the importance J from evaluate replies; only FedJudge-CL requests it."""
 
-    def _evaluate(self, arrays: ArrayRecord, grid: Grid, timeout: float) -> None:
+    def _evaluate(self, arrays: ArrayRecord, grid: Grid, timeout: float) -> ArrayRecord:
+        """Evaluate the global adapter; return it, or the average that late replies have changed."""
         round_number = self.progress.finished_rounds
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
         if messages:
@@ -337,8 +379,14 @@ class Rounds(Strategy):
             self.aggregate_evaluate(round_number, replies)
             seconds = self._status.seconds
             self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})
+        again = self._average_again(round_number)
+        if again is not None:
+            self.progress = replace(self.progress, importance=None)  # it was for the other average
+            self._checkpoint(again)
+            return self._evaluate(again, grid, timeout)
         self.progress = replace(self.progress, evaluated=True)
         self._checkpoint(arrays)
+        return arrays
 
     def _checkpoint(self, arrays: ArrayRecord) -> None:
         self._journal.checkpoint(self.progress, self._whole(from_arrays(arrays)))

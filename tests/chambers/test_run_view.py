@@ -100,6 +100,10 @@ def test_the_losses_of_many_clients_are_averaged():
     lines = list(run_lines({"rounds": 2}, [finished, *trained]))
     assert lines == ["round 1 of 2: trained in 3 s; training loss 2.000, mean of 5 clients"]
     assert not list(run_lines({"rounds": 2}, [finished, *trained[:-1]])), "the round is incomplete"
+    late = {"event": "late", "round": 1, "clients": ["client 5"], "participants": clients}
+    assert list(run_lines({"rounds": 2}, [late])) == [
+        "round 1 of 2: averaged again with late replies: client 5"
+    ]
 
 
 def test_the_live_view_has_rounds_clients_losses_and_where_the_results_are(values, tmp_path, link):

@@ -129,6 +129,11 @@ def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
     _, text = status(directory)
     assert "alpha - - - took part in round 1 beta" in text
     assert "beta - - - took part in round 1; its update was scaled by 0.0012" in text
+    late = {"event": "late", "round": 1, "clients": ["gamma"], "participants": ["beta", "gamma"]}
+    with (directory / METRICS).open("a") as lines:
+        lines.write(json.dumps(late) + "\n")
+    _, text = status(directory)
+    assert "beta - - - took part in round 1 gamma - - - took part in round 1 (late)" in text
 
 
 @pytest.mark.slow
