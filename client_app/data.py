@@ -70,14 +70,53 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
         return reader.share(train=train, test=None, index=index, count=count)
     folders = client_folders(path)
     if folders:
-        return reader.one_of(folders, index, count)
+        own = _one_of(folders, index, count)
+        return reader.folder(own.name, own)
     return reader.share(*reader.parts(path), index, count)
+
+
+def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:
+    """Return the name of a simulated client without reading or generating its rows.
+
+    Raise ``DataError`` if the data is divided into fewer folders than there are clients.
+    """
+    index, count = int(node["partition-id"]), int(node["num-partitions"])
+    if settings.pool:
+        return CENTER
+    if not settings.path:
+        return _generated_name(settings.generated, index)
+    path = Path(settings.path).expanduser()
+    folders = client_folders(path) if path.is_absolute() else []
+    return _one_of(folders, index, count).name if folders else f"client-{index}"
+
+
+def _generated_name(kind: str, index: int) -> str:
+    if kind != "styles":
+        return f"school-{index + 1}"
+    style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
+    return style if copy == 0 else f"{style}-{copy + 1}"
+
+
+def _one_of(folders: list[Path], index: int, count: int) -> Path:
+    """Return the folder of one of ``count`` clients."""
+    fix = f"run with --federation-config num-supernodes={len(folders)}"
+    if count > len(folders):
+        names = ", ".join(folder.name for folder in folders)
+        raise DataError(
+            f"there are {count} SuperNodes, but {folders[0].parent} has {len(folders)} clients "
+            f"({names}); {fix}"
+        )
+    if count < len(folders) and index == 0:
+        unused = ", ".join(folder.name for folder in folders[count:])
+        text = "%d SuperNodes for %d clients: %s won't take part; %s"
+        log(WARNING, text, count, len(folders), unused, fix)
+    return folders[index]
 
 
 def _style(index: int, seed: int) -> ClientData:
     """Return a client with one of three styles; from the fourth on, styles repeat."""
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
-    name = style if copy == 0 else f"{style}-{copy + 1}"
+    name = _generated_name("styles", index)
     own_seed = derive_seed("generated", seed, copy)
     train = examples(style, _GENERATED_TRAINING[style], own_seed, "train")
     test = examples(style, _GENERATED_TEST, own_seed, "test")
@@ -100,7 +139,7 @@ def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
     sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS
     train = matters.questions(known, sizes[index % len(sizes)], own_seed, "train")
     test = matters.questions(tested, len(tested), own_seed, "test")
-    return _client(f"school-{index + 1}", train, test)
+    return _client(_generated_name(kind, index), train, test)
 
 
 def _client(name: str, train: list[dict[str, str]], test: list[dict[str, str]]) -> ClientData:
@@ -126,21 +165,6 @@ class _Reader:
         if self.settings.generated == "styles":
             return _style(index, self.seed)
         return _school(self.settings.generated, index, count, self.seed)
-
-    def one_of(self, folders: list[Path], index: int, count: int) -> ClientData:
-        """Read the folder of one of the clients."""
-        fix = f"run with --federation-config num-supernodes={len(folders)}"
-        if count > len(folders):
-            names = ", ".join(folder.name for folder in folders)
-            raise DataError(
-                f"there are {count} SuperNodes, but {folders[0].parent} has {len(folders)} clients "
-                f"({names}); {fix}"
-            )
-        if count < len(folders) and index == 0:
-            unused = ", ".join(folder.name for folder in folders[count:])
-            text = "%d SuperNodes for %d clients: %s won't take part; %s"
-            log(WARNING, text, count, len(folders), unused, fix)
-        return self.folder(folders[index].name, folders[index])
 
     def pool(self, count: int) -> ClientData:
         """Return one client with the combined rows of several clients."""

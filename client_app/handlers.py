@@ -2,11 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from logging import ERROR, INFO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from flwr.app import Context, Message
@@ -15,6 +15,7 @@ from flwr.common import log
 
 from client_app import fedjudge, fl_glm
 from client_app.audit import describe
+from client_app.data import client_name
 from client_app.evaluation import Evaluation
 from client_app.institution import Institution, open_institution
 from client_app.policy import check_institution
@@ -124,14 +125,18 @@ def _reason(error: Exception) -> str:
 @app.query()
 @_guarded
 def query(message: Message, context: Context, site: Site) -> Message:
-    """Check all data; reply with the client's name and data size, and the base model's digests."""
+    """Check all data; reply with the client's name and data size, and the base model's digests.
+
+    If only names are requested, a simulated client doesn't read its data.
+    """
+    instruction = Instruction.of(message)
+    if instruction.name_only and site.is_simulated:
+        config = parse_run_config(context.run_config)
+        _, digests = base_model_of(config)
+        return answer(message, _about(client_name(config.data, context.node_config), digests))
     config, institution = _open(context, site)
-    site.check_budget(config, institution, Instruction.of(message).round)
-    about: dict[str, str | list[str]] = {
-        "name": institution.name,
-        "tensors": list(institution.fingerprint),
-        "digests": list(institution.fingerprint.values()),
-    }
+    site.check_budget(config, institution, instruction.round)
+    about = _about(institution.name, institution.fingerprint)
     if site.privacy:
         return answer(message, about | {"withheld": _WITHHELD}, {SIZE: institution.size})
     counts = {TRAIN_EXAMPLES: len(institution.train), "test-examples": len(institution.test)}
@@ -159,11 +164,19 @@ def evaluate(message: Message, context: Context, site: Site) -> Message:
     return reply
 
 
+def base_model_of(config: RunConfig) -> tuple[Path, dict[str, str]]:
+    """Return the directory and the fingerprint of a client's part of the base model."""
+    return _STRATEGIES[config.strategy].base_model(config)
+
+
+def _about(name: str, fingerprint: Mapping[str, str]) -> dict[str, Any]:
+    return {"name": name, "tensors": list(fingerprint), "digests": list(fingerprint.values())}
+
+
 def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
     config = parse_run_config(context.run_config)
     site.check_run(config)
-    base_model = _STRATEGIES[config.strategy].base_model
-    institution = open_institution(config, context.node_config, base_model)
+    institution = open_institution(config, context.node_config, base_model_of)
     if site.policy:
         check_institution(site.policy, config, institution)
     return config, institution

@@ -217,6 +217,8 @@ def _plot(
     title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
 ) -> Markup:
     """Plot curves over rounds; the text alternative lists each curve's first and last values."""
+    if not any(curves.values()):
+        return Markup()
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -236,7 +238,7 @@ def _plot(
             lines |= {"marker": marker, "markersize": 4.5, "markevery": max(1, len(curve) // 10)}
             axes.plot(list(curve), list(curve.values()), **lines)
         values.append(f"{name} from {first:.3g} to {last:.3g}")
-    return _svg(figure, f"{title}: {', '.join(values)}") if values else Markup()
+    return _svg(figure, f"{title}: {', '.join(values)}")
 
 
 def _svg(figure: Any, label: str) -> Markup:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from logging import WARNING
 
 import httpx
@@ -22,6 +23,9 @@ from strategies.bounded_pull import LargeReplyError, check_size, pull
 _PULL_SECONDS = 3.0
 # Maximum number of attempts to push a message; each attempt uses different objects.
 _MAX_PUSHES = 3
+# Maximum number of unanswered messages in a simulation, which has at most 32 actors: Flower checks
+# all of them for each node, so that 1,000 messages to 1,000 nodes would keep a core busy.
+_MAX_IN_FLIGHT = 64
 # Size limit of a reply without arrays: names, digests of tensors, answers as text.
 _MAX_REPLY_BYTES = 2**26
 
@@ -86,14 +90,19 @@ def exchange(
     sent = list(messages)
     end = time.monotonic() + timeout * turns(grid, len(sent))
     max_bytes = 2 * array_bytes + _MAX_REPLY_BYTES
-    for identifier, request in _push_all(grid, sent, signer, max_bytes):
-        if identifier:
-            unanswered.requests[identifier] = request
-        else:
-            yield _failed(request.metadata, "the message to it could not be sent")
-    sent.clear()
-    while unanswered.requests:
+    unsent = len(sent)
+    # One more than there are ends the generator, which releases the sent messages.
+    most = _MAX_IN_FLIGHT if isinstance(grid, InMemoryGrid) else unsent + 1
+    pushed = _push_all(grid, sent, signer, max_bytes)
+    del sent
+    while unanswered.requests or unsent:
         is_late = time.monotonic() >= end
+        for identifier, request in islice(pushed, most - len(unanswered.requests)):
+            unsent -= 1
+            if identifier:
+                unanswered.requests[identifier] = request
+            else:
+                yield _failed(request.metadata, "the message to it could not be sent")
         yield from unanswered.poll()
         if is_late:
             return
@@ -112,7 +121,8 @@ def _push_all(
     the recipients would wait for the content.
     """
     shared = EncryptedArrays()
-    groups = [[each] for each in messages] if isinstance(grid, HttpGrid) else [messages]
+    one_by_one = isinstance(grid, HttpGrid | InMemoryGrid)
+    groups = [[each] for each in messages] if one_by_one else [messages]
     for group in groups:
         contents = [message.content for message in group]
         for attempt in range(1, _MAX_PUSHES + 1):

@@ -91,10 +91,13 @@ class FLGLM(Rounds):
         With the serial schedule, each message must be sent before the next one is created.
         """
         messages = super().configure_train(server_round, arrays, config, grid)
+        asked = self._participants.asked
+        # With ``sample``, memory would grow with each draw; the run's folder has the others.
+        self._bodies = {name: own for name, own in self._bodies.items() if name in asked}
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
-        counted = self._counted(self._participants.asked)
+        counted = self._counted(asked)
         self._server.begin_round(counted, seed, from_arrays(arrays))
         self._ends = {}
         for message in messages:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from random import Random
@@ -48,7 +48,8 @@ class Participant:
 
     node_id: int  # Flower's id of the client's SuperNode; it changes between simulated runs
     name: str  # chosen by the institution; unique in a run
-    examples: int  # number of training rows, |Dᵢ| in FedJudge Eq. 2
+    # Number of training rows, |Dᵢ| in FedJudge Eq. 2; 0 if only the name is known so far.
+    examples: int
     # Number of training examples, which limits the number of steps; exceeds ``examples`` if a chat
     # template splits conversations.
     train_examples: int
@@ -96,6 +97,8 @@ class Participants:
         self.fingerprint = dict(fingerprint)
         self._registered: dict[int, Participant] = {}
         self._asked: dict[int, Participant] = {}
+        # Why drawn clients aren't among the recipients of the last messages.
+        self._unprepared: dict[str, str] = {}
         # Names of the clients that were connected when the last messages were addressed.
         self._connected: set[str] = set()
         # Time at which each queried SuperNode connected; None to query it again.
@@ -113,17 +116,20 @@ class Participants:
     def register_all(self, grid: Grid) -> None:
         """Register every SuperNode before training starts.
 
+        With ``sample`` < 1, simulated clients register by name; then those that will evaluate also
+        prepare their rows, so that errors in the settings are found before training.
+
         Raise ``TooFewClientsError`` if not enough SuperNodes connect in time, or ``RefusedError``
         if at least one client can't take part.
         """
         nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
         self._registered, problems, _ = self._query(grid, nodes, self._config.reply_timeout)
         self._queried = _connected_since(nodes)
+        problems |= self._prepare(grid, self._drawn(self._registered.values(), 0))
         if problems:
             lines = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
             raise RefusedError(f"training can't start:{lines}")
-        for participant in sorted(self._registered.values(), key=lambda p: p.name):
-            log(INFO, "%s takes part with %d training rows", participant.name, participant.examples)
+        log(INFO, "%d clients take part", len(self._registered))
 
     def register_newcomers(self, grid: Grid, finished_rounds: int) -> dict[str, str]:
         """Register SuperNodes that connected later; a failing SuperNode doesn't affect the others.
@@ -159,8 +165,6 @@ class Participants:
         self._registered = {
             node: p for node, p in self._registered.items() if p.name.casefold() not in names
         } | joined
-        for participant in joined.values():
-            log(INFO, "%s joins with %d training rows", participant.name, participant.examples)
         for name, problem in problems.items():
             log(WARNING, "%s can't join: %s", name, problem)
         return problems
@@ -202,7 +206,10 @@ class Participants:
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
         self._connected = {p.name for p in connected}
-        self._asked = {p.node_id: p for p in self._drawn(connected, draw)}
+        drawn = self._drawn(connected, draw)
+        self._unprepared = self._prepare(grid, drawn)
+        prepared = (self._registered[p.node_id] for p in drawn)
+        self._asked = {p.node_id: p for p in prepared if p.examples}
         ttl = self._config.reply_timeout * turns(grid, len(self._asked))
         if message_type == MessageType.TRAIN and self._config.late_replies:
             ttl *= 2  # the reply can arrive until the end of the evaluation
@@ -223,18 +230,33 @@ class Participants:
         """Return the clients that haven't answered, with the reasons."""
         absent = sorted({p.name for p in self._registered.values()} - self._connected)
         silent = f"no reply within {self._config.round_timeout:g} s (round-timeout)"
-        return dict.fromkeys(absent, "its SuperNode is not connected") | {
-            name: silent for name in self.asked if name not in answered
-        }
+        problems = dict.fromkeys(absent, "its SuperNode is not connected") | self._unprepared
+        return problems | {name: silent for name in self.asked if name not in answered}
+
+    def _prepare(self, grid: Grid, drawn: Iterable[Participant]) -> dict[str, str]:
+        """Query clients that have registered by name for their data sizes.
+
+        Return the reasons why clients can't take part, keyed by name.
+        """
+        names = {p.node_id: p.name for p in drawn if not p.examples}
+        if not names:
+            return {}
+        nodes = {node.node_id: node for node in grid.get_nodes() if node.node_id in names}
+        wait = self._config.reply_timeout
+        prepared, problems, silent = self._query(grid, nodes, wait, with_sizes=True)
+        self._registered |= prepared
+        return problems | {names[node]: f"no answer within {wait:g} s" for node in silent}
 
     def _query(
-        self, grid: Grid, nodes: Mapping[int, NodeInfo], wait: float
+        self, grid: Grid, nodes: Mapping[int, NodeInfo], wait: float, with_sizes: bool = False
     ) -> tuple[dict[int, Participant], dict[str, str], set[int]]:
         """Query SuperNodes for their names, data sizes and base models.
 
+        With ``sample`` < 1, simulated clients report their data sizes only if ``with_sizes``.
         Return the participants by node, the problems by name, and the nodes that did not answer.
         """
-        instruction = self._instruction.to_record()
+        name_only = self._config.sample < 1 and not with_sizes
+        instruction = replace(self._instruction, name_only=name_only).to_record()
         self._assigned |= {number: node.name for number, node in nodes.items() if node.name}
         silent = set(nodes)
         ttl = wait * turns(grid, len(silent))
@@ -262,6 +284,7 @@ class Participants:
             problem = reason_to_refuse_registration(
                 reply=reply,
                 name=name,
+                name_only=name_only,
                 taken={other for n, other in names.items() if n != node} | reserved,
                 assigned=assigned,
                 fingerprint=self.fingerprint,
@@ -269,15 +292,19 @@ class Participants:
             if problem is None:
                 names[node] = name
                 metrics = metrics_of(reply)
+                examples = metrics.get(SIZE, 0)
                 participants[node] = Participant(
                     node_id=node,
                     name=name,
-                    examples=metrics[SIZE],
-                    train_examples=metrics.get(TRAIN_EXAMPLES, metrics[SIZE]),
+                    examples=examples,
+                    train_examples=metrics.get(TRAIN_EXAMPLES, examples),
                     withholds=withheld_of(reply) is not None,
                 )
+                if examples:
+                    log(INFO, "%s takes part with %d training rows", name, examples)
             else:
-                problems[_described(name or assigned, problems)] = printable(problem)
+                known = name or assigned or names.get(node, "")
+                problems[_described(known, problems)] = printable(problem)
         for node in sorted(silent - self._registered.keys()):
             problems[_described(nodes[node].name, problems)] = f"no answer within {wait:g} s"
         return participants, problems, silent

@@ -65,13 +65,19 @@ def reason_to_refuse(
 
 
 def reason_to_refuse_registration(
-    reply: Message, name: str, taken: set[str], assigned: str, fingerprint: Mapping[str, str]
+    reply: Message,
+    name: str,
+    name_only: bool,
+    taken: set[str],
+    assigned: str,
+    fingerprint: Mapping[str, str],
 ) -> str | None:
     """Return why a client can't take part, given its reply to a query message, or None if it can.
 
     ``name`` is the name in the reply, ``taken`` the other clients' names, and ``assigned`` the name
-    that the coordinator registered for the SuperNode's key, if any. ``fingerprint`` has the digests
-    of the tensors that clients must have; empty digests are unknown.
+    that the coordinator registered for the SuperNode's key, if any. With ``name_only``, the reply
+    may lack the data size. ``fingerprint`` has the digests of the tensors that clients must have;
+    empty digests are unknown.
     """
     if problem := problem_of(reply):
         return problem
@@ -92,7 +98,9 @@ def reason_to_refuse_registration(
             "SuperNode a different name"
         )
     config, metrics = config_of(reply), metrics_of(reply)
-    for key in (SIZE, *({TRAIN_EXAMPLES} & metrics.keys())):
+    for key in (SIZE, TRAIN_EXAMPLES):
+        if key not in metrics and (name_only or key != SIZE):
+            continue
         count = metrics.get(key)
         if not isinstance(count, int) or not 0 < count <= _MAX_EXAMPLES:
             return f"its {key} is {count!r}, but must be a whole number from 1 to {_MAX_EXAMPLES}"

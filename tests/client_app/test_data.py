@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from client_app.data import read_client_data
+from client_app.data import client_name, read_client_data
 from finetuning.data.formats import DataError
 from finetuning.settings import DataSettings
 
@@ -84,6 +84,26 @@ def test_pooled_rows_are_those_of_the_clients_with_the_same_held_out(three_folde
     for part in ("train", "test"):
         expected = [text for name in names for text in outputs(getattr(alone[name], part))]
         assert outputs(getattr(center, part)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "pool"),
+    [
+        ("styles", ""),
+        ("matters", ""),
+        ("styles", "*"),
+        (".", ""),
+        (".", "*"),
+        ("court/train.jsonl", ""),
+    ],
+)
+def test_a_client_s_name_needs_no_rows(three_folders, path, pool):
+    generated = path in {"styles", "matters"}
+    source = {"generated": path} if generated else {"path": str(three_folders / path)}
+    settings, count = DataSettings(pool=pool, **source), 1 if pool else 3
+    for index in range(count):
+        node = {"partition-id": index, "num-partitions": count}
+        assert client_name(settings, node) == read_client_data(settings, node, seed=0).name
 
 
 def test_generated_clients_are_pooled_too():
@@ -341,7 +361,7 @@ def test_a_relative_path_is_refused_even_where_it_leads_somewhere(three_folders,
 @pytest.mark.slow
 def test_what_may_be_a_data_set_s_id_says_that_it_was_taken_for_one():
     code = (
-        "from client_app.data import read_client_data\n"
+        "from client_app.data import client_name, read_client_data\n"
         "from finetuning.settings import DataSettings\n"
         "node = {'partition-id': 0, 'num-partitions': 3}\n"
         "read_client_data(DataSettings(path='data/private'), node, 0)"

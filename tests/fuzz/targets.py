@@ -306,7 +306,14 @@ def reply(data):
     config = config_of(message)
     whole = fingerprint | agreed([config], fingerprint)
     name = str(config.get("name", ""))
-    joins = reason_to_refuse_registration(message, name, {"clinic"}, "", whole)
+    joins = reason_to_refuse_registration(
+        message,
+        name,
+        name_only=False,
+        taken={"clinic"},
+        assigned="",
+        fingerprint=whole,
+    )
     reference = ArrayRecord({"weight": Array(np.zeros((2, 2), np.float32))})
     why = reason_to_refuse(
         message, name="court", examples=3, base="base", reference=reference, answers=1
