@@ -57,16 +57,10 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     downloaded, or if the schedule requires that all clients train concurrently and this machine
     can't simulate that.
     """
-    weights = _weight_bytes(config)
-    in_memory = max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + weights))
+    in_memory = in_memory_of(config, machine)
     by_flower = min(machine.cores + 4, 32)  # the size of Flower 1.41's thread pool
     split = config.split
-    # Clients that wait for each other within a round must all train at once.
-    all_at_once = config.strategy == "fl-glm" and (
-        split.schedule == "client-batch"
-        or (split.schedule == "hierarchical" and split.average_every > 0)
-    )
-    if not all_at_once:
+    if not trains_at_once(config):
         at_most = min(in_memory, by_flower, 2 * machine.cores - 1)
         if config.strategy != "fl-glm" and not machine.gpus and clients <= at_most:
             return clients
@@ -84,6 +78,18 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
             '(--clients N), or use split.schedule = "serial"'
         )
     return clients
+
+
+def in_memory_of(config: RunConfig, machine: Machine) -> int:
+    """Return the number of actors that fit in a machine's memory."""
+    return max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + _weight_bytes(config)))
+
+
+def trains_at_once(config: RunConfig) -> bool:
+    """Return whether clients wait for each other within a round, so that all must train at once."""
+    split = config.split
+    waits = split.schedule == "hierarchical" and split.average_every > 0
+    return config.strategy == "fl-glm" and (split.schedule == "client-batch" or waits)
 
 
 def gpus_of_each(actors: int, gpus: int) -> float:

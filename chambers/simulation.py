@@ -26,13 +26,15 @@ def simulate(
     gpus: int,
     home: Path,
     results: Path,
+    resources: str = "",
     verbose: bool = False,
 ) -> int:
     """Simulate a run and show its progress; finally, end all processes of the run.
 
-    The clients share the actors, and the actors share the GPUs. ``config`` contains the settings
-    that differ from the app's run config. Flower's files are written to ``home``, and the log to
-    ``results`` if the run has no folder. With ``verbose``, the log is printed too.
+    The clients share the actors, and the actors share the GPUs, unless ``resources`` are those of
+    each actor on a Ray cluster. ``config`` contains the settings that differ from the app's run
+    config. Flower's files are written to ``home``, and the log to ``results`` if the run has no
+    folder. With ``verbose``, the log is printed too.
 
     Return the exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted. Raise
     ``CommandError`` if Flower's SuperLink could not be started or queried.
@@ -54,6 +56,7 @@ def simulate(
                         supernodes=clients,
                         actors=actors,
                         gpus=gpus,
+                        resources=resources,
                         write=log.write,
                     )
                 if status != COMPLETED:

@@ -113,13 +113,15 @@ def run_app(
     supernodes: int | None = None,
     actors: int | None = None,
     gpus: int = 0,
+    resources: str = "",
     write: Callable[[bytes], None] = _print,
 ) -> str:
     """Run the app in a folder, or a release, and call ``write`` with each line of its log.
 
     ``run_config`` contains the settings that differ from the app's run config. ``supernodes`` is
     the number of simulated SuperNodes, which share the actors (by default, each has its own); the
-    actors share the GPUs. If ``supernodes`` is None, connected SuperNodes take part.
+    actors share the GPUs. On a Ray cluster, ``resources`` are those of each actor instead. If
+    ``supernodes`` is None, connected SuperNodes take part.
 
     Return ``"finished:completed"``, or the status of a run that did not complete, followed by a
     colon and the reason. Raise ``CommandError`` if the SuperLink doesn't report how the run ended.
@@ -132,12 +134,11 @@ def run_app(
         actors = actors or supernodes
         # Ray starts one actor per CPU, so set the number of CPUs to that of the actors. By
         # default, Flower assigns 2 CPUs to each client, and hides all GPUs.
-        command += [
-            "--federation-config",
-            f"num-supernodes={supernodes} client-resources-num-cpus=1 "
-            f"client-resources-num-gpus={gpus_of_each(actors, gpus)} "
-            f"init-args-num-cpus={actors} init-args-num-gpus={gpus}",
-        ]
+        resources = resources or (
+            f"client-resources-num-cpus=1 client-resources-num-gpus={gpus_of_each(actors, gpus)} "
+            f"init-args-num-cpus={actors} init-args-num-gpus={gpus}"
+        )
+        command += ["--federation-config", f"num-supernodes={supernodes} {resources}"]
     environment = superlink.environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

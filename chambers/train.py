@@ -1,5 +1,6 @@
-"""``chambers train``: run a simulation on this machine."""
+"""``chambers train``: run a simulation on this machine or on a Ray cluster."""
 
+import os
 import sys
 import tempfile
 import tomllib
@@ -11,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from chambers.actors import checkpoint_of, count_actors, this_machine
-from chambers.app_folder import PROJECT, presets
+from chambers.app_folder import PROJECT, presets, write_app
+from chambers.cluster import join
 from chambers.errors import CommandError
 from chambers.gpu_memory import plan
 from chambers.sources import argument, count
@@ -33,7 +35,7 @@ _PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapt
 
 @dataclass(frozen=True)
 class Train:
-    """Train in simulation on this machine.
+    """Train in simulation on this machine, or on a Ray cluster.
 
     Without settings, three clients with generated data fine-tune the built-in tiny model.
 
@@ -56,6 +58,9 @@ class Train:
     clients: Annotated[
         int | None, count("Number of clients; default: one per folder in data.path, else 3.")
     ] = None
+    ray: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Head of a Ray cluster to run on.")
+    ] = None
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the run's log too.")] = False
 
     def __call__(self) -> int:
@@ -73,25 +78,34 @@ class Train:
             )
         _check_model(config)
         check_inputs(config, clients)
-        machine = this_machine()  # slow, since it imports PyTorch
-        at_once = config.sampled(clients)
-        actors = count_actors(config, at_once, machine)
-        checkpoint = checkpoint_of(config)
-        if machine.gpu_memory and checkpoint:
-            print(plan(config, checkpoint, actors, machine.gpu_memory), file=sys.stderr)
-        make_folders(config)
-        if actors < at_once:
-            print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)
+        at_once, gpus, resources = config.sampled(clients), 0, ""
         from chambers.simulation import simulate
 
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
+            if self.ray:
+                make_folders(config)
+                app = write_app(Path(home) / "app")
+                actors, resources, here = join(self.ray, config, at_once, app)
+                # The default is an address that the other hosts can't reach.
+                values.setdefault("split.listen", f"{here}:0")
+            else:
+                os.environ["RAY_ADDRESS"] = "local"  # otherwise, Ray would join a running cluster
+                machine = this_machine()  # slow, since it imports PyTorch
+                actors, gpus = count_actors(config, at_once, machine), machine.gpus
+                checkpoint = checkpoint_of(config)
+                if machine.gpu_memory and checkpoint:
+                    print(plan(config, checkpoint, actors, machine.gpu_memory), file=sys.stderr)
+                make_folders(config)
+            if actors < at_once:
+                print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)
             return simulate(
                 config=values,
                 clients=clients,
                 actors=actors,
-                gpus=machine.gpus,
+                gpus=gpus,
                 home=Path(home),
                 results=results_folder(config.output_dir),
+                resources=resources,
                 verbose=self.verbose,
             )
 

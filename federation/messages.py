@@ -188,6 +188,8 @@ def problem_of(message: Message) -> str | None:
     if message.has_error():
         # Flower writes <class 'X'>:<'…'>; in simulation, "Message: " precedes the error's text.
         reason = str(message.error.reason).rpartition("Message: ")[2].strip()
+        if reason.startswith("<class 'ray.exceptions.Actor"):
+            return "the simulation's process that ran it was killed, or its host failed"
         return one_line(reason.removesuffix("'>")) or f"error {message.error.code}"
     problem = config_of(message).get("problem")
     return one_line(str(problem)) if problem else None

@@ -280,6 +280,11 @@ def test_actors_are_bounded_by_cores_and_memory(settings, clients, cores, gib, e
         count_actors(config, clients, machine)
 
 
+def test_a_cluster_needs_a_shared_folder(capsys):
+    assert main(["train", "--ray", "127.0.0.2:6379"]) == 2
+    assert "--ray needs state-path=FOLDER" in capsys.readouterr().err
+
+
 def test_clients_share_gpus():
     """Clients that take turns have one or all GPUs each; concurrent clients have equal shares."""
     machine = Machine(cores=16, memory=2**40, gpus=2)
