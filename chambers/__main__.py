@@ -28,6 +28,7 @@ from chambers.site.nodes import Admit, Expel, Nodes
 from chambers.site.sign import Sign
 from chambers.site.up import Up
 from chambers.site.worker import Worker
+from chambers.stage import Stage
 from chambers.status import Status
 from chambers.train import Train
 from finetuning.errors import UserError
@@ -59,6 +60,7 @@ _COMMANDS = {
     "evaluate": Evaluate,
     "generate": Generate,
     "serve": Serve,
+    "stage": Stage,
     "api": Api,
     "chat": Chat,
     "merge": Merge,

@@ -71,7 +71,7 @@ def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) 
 
 
 def _estimate(config: RunConfig, checkpoint: Path) -> tuple[GpuMemory, GpuMemory | None]:
-    """Estimate a client's memory and, with fl-glm, the server's, which all GPUs share."""
+    """Estimate a client's memory and, if it has blocks, the server's, which all GPUs share."""
     blocks = count_blocks(checkpoint) or 0
     if config.strategy != "fl-glm":
         return _memory(config, checkpoint, blocks, tokens=config.longest, ends=True), None
@@ -79,6 +79,8 @@ def _estimate(config: RunConfig, checkpoint: Path) -> tuple[GpuMemory, GpuMemory
     client = _memory(
         config, checkpoint, theirs, tokens=config.split.window * config.longest, ends=True
     )
+    if config.split.body_hosts:
+        return client, None
     budget = config.split.activation_budget
     others = max(0, blocks - theirs)  # the number of blocks may be unknown
     return client, _memory(config, checkpoint, others, tokens=budget, ends=False)

@@ -17,11 +17,11 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import body_digest
-from split.model.devices import body_devices
 from split.model.exactness import check_exactness
-from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.loading import locate_parts, tensors_of
 from split.model.partition import Partition, partition_of
 from split.protocol.standing_invitation import StandingInvitation
+from split.server.body import load_body
 from split.server.model_server import ModelServer
 from split.settings import SplitSettings
 
@@ -96,13 +96,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
     invitation can't be written.
     """
     try:
-        parts = load_parts(
-            settings=served.settings,
-            directory=served.directory,
-            partition=served.partition,
-            parties=("body",),
-            devices=body_devices(served.split),
-        )
+        body = load_body(served.directory, served.settings, served.split)
     except BaseModelError as error:
         # Name the command's option instead of the setting.
         reason = str(error).replace("split.body-devices", "--body-devices")
@@ -111,7 +105,7 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
         raise CommandError(f"{served.directory} can't be read: {error}") from error
     try:
         server = ModelServer(
-            body=parts["body"],
+            body=body,
             adapter=served.adapter,
             split=served.split,
             run="chambers serve",

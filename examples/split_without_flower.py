@@ -41,9 +41,8 @@ def main(folder: str, checkpoint: str = "tiny") -> None:
     text, _ = tokenize(rows, load_tokenizer(directory), 256)
     columns = max(len(example.tokens) for example in text)
     longest = TRAIN.batch_size * columns  # maximum padded tokens of a micro-batch
-    with split.serve(
-        directory=directory,
-        model=MODEL,
+    with split.BlockServer(
+        body=split.load_body(directory, MODEL, SPLIT),
         state=initial,
         split=SPLIT,
         adapter=ADAPTER,

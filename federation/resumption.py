@@ -19,6 +19,8 @@ _MAY_CHANGE = {
     "data.path",
     "split.window",
     "split.body-devices",
+    "split.body-hosts",
+    "split.body-key",
     "split.listen",
     "split.advertise",
     "split.key-exchange",

@@ -201,6 +201,8 @@ class RunConfig(Section):
             )
         if self.late_replies:
             raise ValueError("late-replies is not for fl-glm: the server's part would be missing")
+        if self.split.body_hosts and self.evaluate.generate:
+            raise ValueError("with split.body-hosts, evaluate.generate must be false")
         if self.split.average_every and self.split.schedule != "hierarchical":
             raise ValueError(
                 'split.average-every is for split.schedule = "hierarchical"; other schedules '

@@ -56,6 +56,16 @@ class SplitSettings(Section):
         "Blocks are spread over the devices in order, in proportion to the devices' free memory. "
         "Empty: all GPUs of the server, or the CPU if there is no GPU.",
     )
+    body_hosts: str = Field(
+        "",
+        description="Addresses of `chambers stage` on other hosts of the coordinator, such as "
+        "`10.0.0.6:9100,10.0.0.7:9100`, among which the server's blocks are divided evenly.",
+    )
+    body_key: str = Field(
+        "",
+        description="File with the private key and certificate of `split.body-hosts`; an "
+        "absolute path on the server.",
+    )
     listen: str = Field(
         "127.0.0.1:0",
         description="Address and port of the block server; port 0 chooses a free port.",

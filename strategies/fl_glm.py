@@ -24,7 +24,7 @@ from split.model.loading import locate_parts, tensors_of
 from split.model.partition import PartyName, partition_of
 from split.protocol.errors import printable
 from split.server.block_server import BlockServer
-from split.server.serving import serve
+from split.server.body import load_body, stages_of
 from strategies.journal import Journal, Progress
 from strategies.metrics import record_scaled, underscored
 from strategies.participants import RefusedError
@@ -140,17 +140,17 @@ class FLGLM(Rounds):
         """Load the body and start the block server."""
         started = time.monotonic()
         config = self.config
-        check_exactness(
-            directory=self._directory,
-            settings=config.model,
-            partition=self._partition,
-            prefixes=config.adapter.kind == "prefix",
-            generation=config.evaluate.generate,
-        )
-        server = serve(
-            self._directory,
-            config.model,
-            parts,
+        for partition in stages_of(self._partition, config.split).values():
+            check_exactness(
+                directory=self._directory,
+                settings=config.model,
+                partition=partition,
+                prefixes=config.adapter.kind == "prefix",
+                generation=config.evaluate.generate,
+            )
+        server = BlockServer(
+            body=load_body(self._directory, config.model, config.split),
+            state=parts,
             split=config.split,
             adapter=config.adapter,
             train=config.train,

@@ -15,6 +15,7 @@ from split.model.partition import PartyName
 from split.protocol.frames import Limits, average_bytes
 from split.protocol.tickets import Identity, Invitation
 from split.protocol.training import RoundLimits, RoundPlan
+from split.server.body import StagedBody
 from split.server.body_adapters import BodyAdapters
 from split.server.endpoint import Endpoint, lane_ended_by_errors
 from split.server.evaluation_session import EvaluationSession, Models
@@ -33,24 +34,36 @@ _END_SECONDS = 600.0
 
 
 class BlockServer(Endpoint):
-    """Server of the body for a whole run. Call its methods from one thread only.
+    """Server of the body for a whole run, a context manager that stops it on exit.
 
-    The arguments and errors are those of ``serve``, with ``body`` instead of ``directory`` and
-    ``model``.
+    Call its methods from one thread only. Raise ``OSError`` if ``split.listen`` can't be used.
+
+    Args:
+        body: The body; see `load_body`.
+        state: Initial adapters of the whole model, by party.
+        split: Partition, schedule, limits and addresses.
+        adapter: Kind, rank, scale, dropout and targets, or prefix length.
+        train: Settings of the optimizers.
+        longest: Padded tokens, prefixes included, of the largest micro-batch of any client.
+        columns: Number of tokens of the longest row that a client may train on or evaluate.
+        run: Name of the run in handshakes.
+        rounds: Number of rounds of the run.
+        minimum: Minimum number of clients of a round, if clients train together.
+        max_cached_tokens: Padded tokens, part of the budget, of the largest batch of texts.
     """
 
     def __init__(
         self,
-        body: Part,
+        body: Part | StagedBody,
         state: Mapping[PartyName, State],
         split: SplitSettings,
         adapter: AdapterSettings,
         train: TrainSettings,
-        run: str,
-        rounds: int,
         longest: int,
         columns: int,
-        minimum: int,
+        run: str = "split",
+        rounds: int = 1,
+        minimum: int = 1,
         max_cached_tokens: int = 0,
     ) -> None:
         self._body = body
@@ -223,6 +236,8 @@ class BlockServer(Endpoint):
             self.finish_lanes(timeout_seconds)
         finally:
             super().stop()
+            if isinstance(self._body, StagedBody):
+                self._body.close()
 
     def _grant(
         self, identity: Identity, allowed: RoundPlan | Models, lifetime: float

@@ -21,6 +21,7 @@ from finetuning.training.optimization import (
 from split.model.part import Part, propagate
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
+from split.server.body import StagedBody
 from split.server.compute import Priority
 from split.server.session import Session
 
@@ -48,7 +49,7 @@ class BodyAdapters:
 
     def __init__(
         self,
-        body: Part,
+        body: Part | StagedBody,
         adapter: AdapterSettings,
         train: TrainSettings,
         state: Mapping[str, torch.Tensor],

@@ -21,6 +21,7 @@ from split.protocol.evaluation import (
     Prompts,
 )
 from split.protocol.frames import Frame, Kind
+from split.server.body import StagedBody
 from split.server.compute import ComputeThread, Job, Priority
 from split.server.session import Session
 from split.settings import SplitSettings
@@ -46,7 +47,7 @@ class EvaluationSession(Session):
         self,
         lane: Lane,
         models: Models,
-        body: Part,
+        body: Part | StagedBody,
         adapter: AdapterSettings,
         compute: ComputeThread,
         split: SplitSettings,
@@ -129,6 +130,7 @@ class EvaluationSession(Session):
         self._has_texts = True
 
         def begin() -> torch.Tensor:
+            assert isinstance(self._body, Part)  # stages allow no ``max_cached_tokens``
             self._cached_tokens = prompts.tokens
             self._key_values = KeyValues(self._body, prompts.padding, prompts.hidden.shape[1])
             return self._key_values.extend(prompts.hidden)
@@ -154,6 +156,7 @@ class EvaluationSession(Session):
         if self._answer is not None:
             answer, self._answer = self._answer, None
             return answer
+        assert isinstance(self._body, Part)
         began = time.perf_counter()
         lanes, seconds = self.compute.last_pass
         jobs = self.compute.take_with(lambda job: self._fits(job, texts), lanes - 1, seconds / 2)

@@ -13,6 +13,7 @@ from split.model.part import Part
 from split.protocol.errors import LaneTimeoutError
 from split.protocol.frames import Limits
 from split.protocol.tickets import Identity, Invitation
+from split.server.body import StagedBody
 from split.server.endpoint import Endpoint, lane_ended_by_errors
 from split.server.evaluation_session import EvaluationSession, Models
 from split.settings import SplitSettings
@@ -31,7 +32,7 @@ class ModelServer(Endpoint):
 
     def __init__(
         self,
-        body: Part,
+        body: Part | StagedBody,
         adapter: AdapterSettings,
         split: SplitSettings,
         run: str,

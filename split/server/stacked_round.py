@@ -126,10 +126,11 @@ class StackedRound:
     def failed(self, error: BaseException) -> None:
         """End all lanes after an error in a stacked job.
 
-        Clients are told only of out-of-memory errors; other errors may contain data of one client.
+        Clients are told only of lost stages and out-of-memory errors, because other errors may
+        contain data of one client.
         """
         reason = "the server failed to compute the clients' micro-batches"
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | ConnectionError):
             reason = reason_of(error)
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:

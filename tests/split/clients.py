@@ -38,8 +38,8 @@ from split.protocol.errors import LaneCutError
 from split.protocol.frames import Kind, Limits
 from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
+from split.server.body import load_body
 from split.server.body_adapters import Activations
-from split.server.serving import serve
 from split.server.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
 from tests.waiting import wait_until
@@ -173,10 +173,9 @@ def serving(
     rounds=1,
     columns=LONGEST,
 ):
-    with serve(
-        base,
-        model,
-        take_apart(state, partition_of(base, split)),
+    with BlockServer(
+        body=load_body(base, model, split),
+        state=take_apart(state, partition_of(base, split)),
         split=split,
         adapter=adapter,
         train=train.model_copy(update={"local_steps": STEPS}),

@@ -1,0 +1,169 @@
+"""A stage: consecutive blocks of the body, on another host of the coordinator's site.
+
+The coordinator (`split.server.body`) sends calls over TLS. Both ends have the same private
+key and self-signed certificate, and trust no others.
+"""
+
+import gc
+import json
+import logging
+import socket
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors.torch import load, save
+
+from finetuning.adapters.adapter import load_state
+from finetuning.devices import to_device
+from finetuning.model.base_model import BaseModelError
+from finetuning.model.fingerprint import config_digest, digest
+from finetuning.randomness import derive_seed, set_seed
+from finetuning.settings import AdapterSettings, ModelSettings
+from split.model.devices import body_devices
+from split.model.loading import load_parts, locate_parts
+from split.model.part import Part
+from split.model.partition import partition_of
+from split.protocol.frames import Padding
+from split.server.session import reason_of
+from split.settings import SplitSettings
+
+Tensors = Mapping[str, torch.Tensor]
+_log = logging.getLogger(__name__)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port; raise an OSError if the text is not HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise OSError(f"{text!r} is not an address and a port, like 10.0.0.6:9100")
+    return host.strip("[]"), int(port)
+
+
+def secured(plain: socket.socket, key: Path, is_server: bool) -> Any:
+    """Return a connection with TLS between two ends with the same key and certificate.
+
+    Raise an OSError if the file can't be used, or the other end has another one.
+    """
+    with plain:
+        plain.settimeout(30.0)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            plain.setsockopt(socket.IPPROTO_TCP, option, 10)  # also notice soon a host that is lost
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # any host with the key
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(key)
+        context.load_cert_chain(key)
+        with context.wrap_socket(plain, server_side=is_server) as stream:
+            stream.settimeout(3600.0)  # for one call; loading takes longest
+            return stream.makefile("rwb")
+
+
+def send(stream: Any, tensors: Tensors, **fields: Any) -> None:
+    """Send a message: its size, a line of JSON, and tensors in safetensors format."""
+    copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    message = json.dumps(fields).encode() + b"\n" + save(copies)
+    stream.write(len(message).to_bytes(8))
+    stream.write(message)
+    stream.flush()
+
+
+def receive(stream: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return a message's tensors and fields; raise an OSError if the connection has ended."""
+    size = stream.read(8)
+    message = stream.read(int.from_bytes(size))
+    if not message:
+        raise ConnectionError("the other end has closed the connection")
+    fields, _, tensors = message.partition(b"\n")
+    # Copy the tensors, because the rounding of matrix products depends on the memory alignment.
+    return {name: t.clone() for name, t in load(tensors).items()}, json.loads(fields)
+
+
+def serve_stage(listen: str, key: Path) -> NoReturn:
+    """Serve one run after another; raise an OSError if the server can't listen on the address."""
+    address = address_of(listen)
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.create_server(address, family=family) as listener:
+        _log.info("waiting for a coordinator at %s:%d", *listener.getsockname()[:2])
+        while True:
+            plain, (peer, *_) = listener.accept()
+            try:
+                with secured(plain, key, is_server=True) as stream:
+                    _Blocks().serve(stream)
+            except OSError as error:
+                _log.info("the connection of %s has ended: %s", peer, error)
+            gc.collect()  # a model's hooks form reference cycles
+
+
+class _Blocks:
+    """A run's blocks; for each call, a method that takes and returns tensors by name."""
+
+    def __init__(self) -> None:
+        self._part: Part
+        # By number of the forward pass: name of the adapter, input and output.
+        self._passes: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+
+    def serve(self, stream: Any) -> NoReturn:
+        """Answer calls; the field ``error`` of an answer describes why the call failed."""
+        while True:
+            tensors, fields = receive(stream)
+            told = {}
+            try:
+                answer = getattr(self, f"_on_{fields.pop('call')}")(tensors, **fields)
+            except Exception as error:
+                _log.exception("a call failed")
+                answer, told = {}, {"error": reason_of(error)}
+            send(stream, answer, **told)
+
+    def _on_load(self, _: Tensors, model: Any, split: Any, expected: str) -> Tensors:
+        """Load the blocks: the body of the partition in the settings ``split``."""
+        settings, stage = ModelSettings.model_validate(model), SplitSettings.model_validate(split)
+        directory = locate_parts(settings.name, stage, ("body",))
+        partition, devices = partition_of(directory, stage), body_devices(stage)
+        self._part = load_parts(settings, directory, partition, ("body",), devices)["body"]
+        config = {"config.json": config_digest(directory / "config.json")}
+        if digest(self._part.digests | config) != expected:
+            raise BaseModelError(f"the checkpoint in {directory} differs from the coordinator's")
+        return {"dtype": torch.empty(0, dtype=self._part.dtype)}
+
+    def _on_attach(self, _: Tensors, name: str, adapter: Any) -> Tensors:
+        self._part.attach(AdapterSettings.model_validate(adapter), name)
+        return self._part.trainable(name)
+
+    def _on_remove(self, _: Tensors, name: str) -> Tensors:
+        self._part.remove(name)
+        return {}
+
+    def _on_forward(
+        self, given: Any, name: str, side: Any, number: int, grad: bool, train: bool
+    ) -> Tensors:
+        """Compute the blocks. Tensors that this method does not name are new weights."""
+        hidden, lengths, random = (given.pop(key) for key in ("hidden", "lengths", "random"))
+        if given:
+            load_state(self._part.trainable(name), given)
+            # No gradients will come for forward passes with the old weights.
+            self._passes = {n: kept for n, kept in self._passes.items() if kept[0] != name}
+        self._part.use(name or None)
+        self._part.train(train)
+        if torch.accelerator.is_available():
+            set_seed(derive_seed(self._part.partition.head, random.numpy().tobytes().hex()))
+        torch.set_rng_state(random)  # on CPUs, dropout is that of a single process
+        hidden = to_device(hidden, self._part.device, self._part.dtype).requires_grad_(grad)
+        with torch.set_grad_enabled(number > 0):
+            output = self._part(hidden, Padding(side, lengths))
+        if number:
+            self._passes[number] = name, hidden, output
+        return {"hidden": output, "random": torch.get_rng_state()}
+
+    def _on_backward(self, given: Tensors, number: int) -> Tensors:
+        """Return the gradients for the input and for the adapter's weights."""
+        name, hidden, output = self._passes.pop(number)
+        self._part.use(name)
+        self._part.train(True)
+        inputs = self._part.trainable(name) | ({"hidden": hidden} if hidden.requires_grad else {})
+        gradient = to_device(given["gradient"], output.device, output.dtype)
+        found = torch.autograd.grad(output, [*inputs.values()], gradient, allow_unused=True)
+        return {name: g for name, g in zip(inputs, found, strict=True) if g is not None}

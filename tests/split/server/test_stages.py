@@ -1,0 +1,178 @@
+"""The body in stages on several hosts, here processes of this machine."""
+
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetuning.data.batching import collate
+from finetuning.model.base_model import BaseModelError
+from finetuning.settings import ModelSettings
+from split.model.adapters import take_apart
+from split.model.partition import partition_of
+from split.protocol.errors import LaneError
+from split.server.body import load_body
+from tests.split.clients import (
+    ADAPTER,
+    SIZES,
+    TRAIN,
+    Client,
+    draw,
+    serving,
+    split_settings,
+    train_together,
+)
+from tests.split.model.test_prefixes import PREFIX, random_prefix
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def make_key(folder):
+    """Make a key with the command in docs/operations.md; return its file."""
+    command = "openssl req -x509 -newkey rsa:3072 -nodes -days 3650 -subj /CN=stage"
+    command += " -keyout stage.pem -out stage.pem"
+    subprocess.run(command.split(), check=True, capture_output=True, cwd=folder)
+    return folder / "stage.pem"
+
+
+@contextmanager
+def stage(key):
+    """Start a stage on a free port; yield its address and process."""
+    log = Path(tempfile.mkstemp(dir=key.parent)[1])
+    command = [sys.executable, "-m", "chambers", "stage", "--listen", "127.0.0.1:0", "--key", key]
+    with log.open("w") as file, subprocess.Popen(command, stderr=file) as process:
+        try:
+            wait_until(lambda: "waiting" in log.read_text(), 120.0, log.read_text)
+            yield re.search(r"127.0.0.1:\d+", log.read_text())[0], process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory):
+    return make_key(tmp_path_factory.mktemp("key"))
+
+
+@pytest.fixture(scope="module")
+def two(key):
+    """The settings for two stages, which the tests use one after another."""
+    with stage(key) as (one, _), stage(key) as (other, _):
+        yield {"body_hosts": f"{one},{other}", "body_key": str(key)}
+
+
+def results_of(base, state, split, adapter, model):
+    """Train three clients, and evaluate the result and the base model; return all numbers."""
+    clients = [Client(name, base, split, adapter, model) for name in SIZES]
+    train = TRAIN.model_copy(update={"optimizer_state": "keep"})
+    apart, ends = take_apart(state, partition_of(base, split)), {}
+    own = apart["head"] | apart["tail"]
+    with serving(base, state, split, adapter, train, model=model) as server:
+        server.begin_round(SIZES, 0)
+        if split.schedule == "serial":
+            for client in clients:
+                ends[client.name] = client.train(server, own, 3)
+                server.finish_lanes()
+        else:
+            ends = train_together(clients, server, own, dict.fromkeys(SIZES, 3))
+            assert not any(account.error for account in server.finish_lanes())
+        bodies = {f"body of {client}": server.state_of(client) for client in SIZES}
+        results = ends | bodies | {"body": server.end_round(SIZES)}
+        results["optimizer"] = server.export_optimizers()
+        models = {"global": results["body"], "base": None}
+        for name in models:
+            with clients[0].lane(
+                server.invite_to_evaluate("alpha", 1, models, 60.0)
+            ) as split_model:
+                split_model.choose(name, None if name == "base" else ends["alpha"])
+                losses = split_model.summed_losses([collate(draw(3, 7), 0)])
+            results[f"losses of {name}"] = {"": torch.tensor(losses)}
+    return {f"{key}/{n}": value for key, found in results.items() for n, value in found.items()}
+
+
+@pytest.mark.parametrize("what", ["serial", "client-batch", "hierarchical", "prefix", "recompute"])
+def test_stages_compute_what_one_process_computes(base, beginning, two, what):
+    """To the last bit, dropout and clipping included."""
+    adapter = ADAPTER.model_copy(update={"dropout": 0.3})
+    if what == "prefix":
+        adapter, beginning = PREFIX, random_prefix(base)
+    schedule = "serial" if what in ("prefix", "recompute") else what
+    split = split_settings(schedule=schedule, average_every=2 * (what == "hierarchical"))
+    model = ModelSettings(
+        name=str(base), dtype="float32", gradient_checkpointing=what == "recompute"
+    )
+    expected = results_of(base, beginning, split, adapter, model)
+    found = results_of(base, beginning, split.model_copy(update=two), adapter, model)
+    assert found.keys() == expected.keys() and len(found) > 20
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("schedule", ["serial", "client-batch"])
+def test_a_killed_stage_is_named_to_the_clients(base, beginning, key, two, schedule):
+    model = ModelSettings(name=str(base), dtype="float32")
+    first = two["body_hosts"].partition(",")[0]
+    with stage(key) as (address, process):
+        hosts = {"body_hosts": f"{first},{address}", "body_key": str(key)}
+        split = split_settings(schedule=schedule, **hosts)
+
+        def kill(split_model):
+            """Kill the stage between the forward and the backward pass."""
+            send = split_model._body.send_gradient
+
+            def sending(*arguments):
+                process.kill()
+                process.wait()
+                send(*arguments)
+
+            split_model._body.send_gradient = sending
+
+        with serving(base, beginning, split, model=model) as server:
+            server.begin_round({"alpha": 9}, 0)
+            with pytest.raises(LaneError, match=f"the stage at {address} is lost"):
+                Client("alpha", base, split, model=model).train(server, beginning, disturb=kill)
+    load_body(base, model, split_settings(**two)).close()  # the other stage is free again
+
+
+def test_strangers_and_other_keys_are_refused(base, key, two, tmp_path):
+    model, address = ModelSettings(name=str(base), dtype="float32"), two["body_hosts"].split(",")[0]
+    host, _, port = address.partition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    others = two | {"body_key": str(make_key(tmp_path))}
+    with pytest.raises(ConnectionError, match=rf"{address}.*(can't be used|is lost)"):
+        load_body(base, model, split_settings(**others))
+    load_body(base, model, split_settings(**two)).close()
+
+
+def test_a_stage_is_for_one_run_at_a_time(base, two):
+    model = ModelSettings(name=str(base), dtype="float32")
+    first, loaded = load_body(base, model, split_settings(**two)), []
+    thread = threading.Thread(
+        target=lambda: loaded.append(load_body(base, model, split_settings(**two)))
+    )
+    thread.start()
+    assert not loaded
+    first.close()
+    thread.join(30)
+    loaded[0].close()
+
+
+def test_other_checkpoints_and_unsuitable_hosts_are_refused(base, random_checkpoint, two):
+    other = random_checkpoint("Llama", num_hidden_layers=6)
+    model = ModelSettings(name=str(base), dtype="float32")
+    with pytest.raises(RuntimeError, match="differs from the coordinator's"):
+        load_body(other, model, split_settings(**two))
+    first = two["body_hosts"].partition(",")[0]
+    for change in (
+        {"head_blocks": 3, "tail_blocks": 2, **two},  # one block
+        {**two, "body_hosts": f"{first},{first}"},
+    ):
+        with pytest.raises(BaseModelError, match="different hosts, at most"):
+            load_body(base, model, split_settings(**change))
