@@ -1,7 +1,9 @@
 """The client side of FedJudge and FedProx: clients have the whole model and exchange adapters."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ from flwr.common import log
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
-from client_app.state import ClientState
+from client_app.private_round import drawing
+from client_app.state import ClientState, Draw
 from client_app.task import Metrics, Task, training_metrics
 from client_app.unfinished_round import UnfinishedRound
 from federation.messages import ARRAYS, IMPORTANCE
 from federation.run_config import RunConfig
-from federation.site_policy import PrivacyPolicy
 from finetuning.adapters.adapter import (
     State,
     attach_adapter,
@@ -34,7 +36,7 @@ from finetuning.files import Stamps
 from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.whole_model import WholeModel
-from finetuning.randomness import derive_seed
+from finetuning.randomness import derive_seed, secret_stream
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.training.continual import ContinualPenalty, importance, shuffled
 from finetuning.training.loop import LocalRound, Stages, train_round
@@ -60,18 +62,21 @@ def train(task: Task) -> tuple[State, Metrics]:
 
     Return the local adapter, and the round's metrics.
     """
+    with drawing(task) if task.site.privacy else nullcontext() as draw:
+        return _train(task, draw)
+
+
+def _train(task: Task, draw: Draw | None) -> tuple[State, Metrics]:
     model, _ = _model_of(task)
     model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
     parameters = trainable_parameters(model.peft_model)
     penalty = _penalty(task, model, parameters)
     optimizer_state = task.saved_optimizer()
-    # A private round always starts from its first step: another round that continued the same
-    # steps, with different noise, would reveal more than the recorded ε.
-    unfinished = None if task.site.privacy else UnfinishedRound(task)
+    unfinished = UnfinishedRound(task, draw["id"] if draw else "")
     stages: Stages = model
-    if terms := task.site.privacy:
-        local_round, stages = _privately(task=task, terms=terms, model=model, parameters=parameters)
+    if draw:
+        local_round, stages = _privately(task=task, draw=draw, model=model, parameters=parameters)
     else:
         local_round = task.local_round()
     report, optimizer = train_round(
@@ -99,8 +104,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         metrics["mean-importance-distance"] = weighted / count
     if task.config.evaluate.alone and task.site.evaluates:
         _train_alone(task)
-    if unfinished is not None:
-        unfinished.remove()
+    unfinished.remove()
     return adapter, metrics
 
 
@@ -173,26 +177,30 @@ def evaluate(task: Task) -> Evaluation:
 
 
 def _privately(
-    task: Task,
-    terms: PrivacyPolicy,
-    model: WholeModel,
-    parameters: Mapping[str, torch.nn.Parameter],
+    task: Task, draw: Draw, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> tuple[LocalRound, Stages]:
-    """Return the steps and stages of a differentially private round, and record its ε.
+    """Return the steps and stages of a differentially private round; record its ε if it is new.
 
     A row yields no example if ``data.max-length`` leaves no room for its output. Such rows are
     still sampled, with zero gradients: only the number of rows affects steps and sampling rates.
     """
-    institution, number = task.institution, task.instruction.round
+    institution, number, terms = task.institution, task.instruction.round, task.site.privacy
+    assert terms is not None
     # Fail before spending ε if the computation is impossible.
     task.steps(institution.size)
     model.row_gradients(collate(_TRIAL, institution.padding))
-    spent = task.site.spend(task.config, institution)
+    spent = task.site.spend(task.config, institution, draw["id"])
+    source = partial(secret_stream, bytes.fromhex(draw["key"]))
     local_round = LocalRound(
-        steps=poisson_steps(len(institution.train), spent.sampling_rate, spent.steps),
+        steps=poisson_steps(
+            count=len(institution.train),
+            rate=spent.sampling_rate,
+            steps=spent.steps,
+            random_bytes=source(derive_seed("rows")),
+        ),
         first_step=(number - 1) * spent.steps,
         total_steps=task.config.rounds * spent.steps,
-        seed=0,  # unused: a private round derives no randomness from a seed
+        seed=0,  # not secret: distinguishes the steps' noise, which is drawn with the key
         deadline=task.deadline,
     )
     noise = Noise(
@@ -200,7 +208,7 @@ def _privately(
         row_norm=terms.row_norm,
         expected_rows=spent.sampling_rate * institution.size,
     )
-    return local_round, PrivateGradients(model, parameters, noise)
+    return local_round, PrivateGradients(model, parameters, noise, source=source)
 
 
 def _model_of(task: Task) -> tuple[WholeModel, Any]:

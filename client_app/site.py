@@ -12,6 +12,7 @@ from client_app import policy as checks
 from client_app.audit import AuditLog
 from client_app.institution import Institution
 from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
+from client_app.state import ClientState
 from federation.authentication import AuthenticationError, SignedInstruction
 from federation.instruction_keys import read_public_key
 from federation.messages import Instruction, InstructionError
@@ -53,20 +54,36 @@ class Site:
     def check_budget(self, config: RunConfig, institution: Institution, finished: int) -> None:
         """Raise ``PolicyError`` if the policy's ε doesn't suffice for a run's remaining rounds."""
         if self.privacy:
-            rounds = config.rounds - finished
+            draw = ClientState(config.state_path, self.about["run"], institution.name).draw()
+            is_paid = draw.get("round") == finished + 1 and self.has_spent(draw["id"])
+            rounds = config.rounds - finished - is_paid
             steps = private_steps(self.privacy, config.train, institution.size, rounds)
             PrivacyAccount(self.privacy).check(steps)
 
-    def spend(self, config: RunConfig, institution: Institution) -> PrivateSteps:
+    def has_spent(self, draw: str) -> bool:
+        """Return whether ε was recorded for a round's draw, and no adapter was sent since."""
+        assert self.policy is not None
+        about, has_spent = {k: self.about[k] for k in ("client", "run")}, False
+        for line in AuditLog(self.policy.audit_file).lines():
+            if line.get("draw") == draw:
+                has_spent = True
+            if line.get("kind") == "train" and "arrays" in line and line.items() >= about.items():
+                has_spent = False
+        return has_spent
+
+    def spend(self, config: RunConfig, institution: Institution, draw: str) -> PrivateSteps:
         """Record the privacy loss of a round before training; return the steps of the round.
 
-        Raise ``PolicyError`` if ε doesn't suffice, or ``AuditError`` if a file can't be written.
+        A round that continues has the same ``draw``, and isn't recorded again. Raise
+        ``PolicyError`` if ε doesn't suffice, or ``AuditError`` if a file can't be written.
         """
         assert self.privacy is not None
         steps = private_steps(self.privacy, config.train, institution.size)
-        spent = PrivacyAccount(self.privacy).spend(steps, self.about)
-        # Include all fields of the account, so that it can be restored from the audit log.
-        self.record("privacy", epsilon=spent, delta=self.privacy.delta, **account_line(steps))
+        if not self.has_spent(draw):
+            spent = PrivacyAccount(self.privacy).spend(steps, self.about)
+            # Include all fields of the account, so that it can be restored from the audit log.
+            facts = {"epsilon": spent, "delta": self.privacy.delta, **account_line(steps)}
+            self.record("privacy", draw=draw, **facts)
         return steps
 
     def accept(

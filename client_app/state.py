@@ -6,6 +6,7 @@ state after round 2. The last two rounds are kept, so that a run that lost its l
 from the previous one. The last round whose adapter the server averaged is kept, too.
 """
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from finetuning.files import remove_unfinished, replacing, write_json
 
 _KEPT_ROUNDS = 2
 
+Draw = dict[str, Any]  # the secret key of a private round, see ``private_round``
+
 
 class ClientState:
     """The state of a client in a run, stored by default in the user's state folder."""
@@ -26,6 +29,14 @@ class ClientState:
     def __init__(self, state_path: str, lineage: str, client: str) -> None:
         root = Path(state_path or platformdirs.user_state_path("chambers")).expanduser()
         self.directory = root / lineage / client
+        self.draw_file = self.directory / "private-round.json"
+
+    def draw(self) -> Draw:
+        """Return the secret key of the unfinished private round, or nothing."""
+        try:
+            return dict(json.loads(self.draw_file.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
 
     def save(
         self, round_number: int, adapter: State, optimizer: State, counted: int | None = None

@@ -29,8 +29,8 @@ from finetuning.training.optimization import OptimizerState, export_optimizer
 class UnfinishedRound:
     """Stores a round's progress every ``train.checkpoint-minutes``; 0 disables this."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, draw: str = "") -> None:
+        self._task, self._draw = task, draw  # ``draw`` identifies a private round's random numbers
         self._folder = task.state.directory / "unfinished"
         self._seconds = 60 * task.config.train.checkpoint_minutes
         self._saved = time.monotonic()
@@ -82,22 +82,26 @@ class UnfinishedRound:
 
     @cached_property
     def _inputs(self) -> str:
-        """Digest of all that determines the round's result."""
-        task, config = self._task, self._task.config
-        lengths = [len(example.tokens) for example in task.institution.train]
-        settings = [
-            code_digest(),
-            *(version(package) for package in ("torch", "transformers", "peft")),
-            str((task.institution.size, lengths)),
-            str((config.strategy, config.seed, config.rounds, task.instruction.round)),
-            config.train.model_dump_json(exclude={"checkpoint_minutes"}),
-            *(s.model_dump_json() for s in (config.model, config.adapter, config.continual)),
-            config.fedprox.model_dump_json(),
-            task.instruction.base,
-        ]
-        inputs = hashlib.sha256(json.dumps(settings).encode())
-        for name in sorted(task.arrays):
-            inputs.update(name.encode() + save(task.arrays[name]))
-        for example in task.institution.train:
-            inputs.update(example.tokens.numpy().tobytes() + example.is_target.numpy().tobytes())
-        return inputs.hexdigest()
+        return inputs_of(self._task) + self._draw
+
+
+def inputs_of(task: Task) -> str:
+    """Return a digest of all that determines a round's result, except a private round's key."""
+    config, privacy = task.config, task.site.privacy
+    lengths = [len(example.tokens) for example in task.institution.train]
+    settings = [
+        code_digest(),
+        *(version(package) for package in ("torch", "transformers", "peft")),
+        str((task.institution.size, lengths, privacy and privacy.model_dump_json())),
+        str((config.strategy, config.seed, config.rounds, task.instruction.round)),
+        config.train.model_dump_json(exclude={"checkpoint_minutes"}),
+        *(s.model_dump_json() for s in (config.model, config.adapter, config.continual)),
+        config.fedprox.model_dump_json(),
+        task.instruction.base,
+    ]
+    inputs = hashlib.sha256(json.dumps(settings).encode())
+    for name in sorted(task.arrays):
+        inputs.update(name.encode() + save(task.arrays[name]))
+    for example in task.institution.train:
+        inputs.update(example.tokens.numpy().tobytes() + example.is_target.numpy().tobytes())
+    return inputs.hexdigest()

@@ -4,8 +4,8 @@ Each stage derives its own seed from the run's seed and its position in the run 
 step, micro-batch, party). Therefore a resumed run equals an uninterrupted one, and the order in
 which micro-batches are processed has no effect.
 
-The noise of differential privacy must not be reproducible, so it is generated from the operating
-system's random bytes.
+The noise of differential privacy must be secret, so it is generated from the operating system's
+random bytes, or from a secret key that consists of such bytes.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 # Function that returns the given number of random bytes, such as ``os.urandom``.
 RandomBytes = Callable[[int], bytes]
@@ -49,6 +50,16 @@ def drawing_from(seed: int) -> Iterator[None]:
     with generator_lock:
         set_seed(seed)
         yield
+
+
+def secret_stream(key: bytes, seed: int) -> RandomBytes:
+    """Return a source of bytes that only who has the 32-byte key can reproduce (AES-CTR).
+
+    The sources of different seeds are independent.
+    """
+    counter = modes.CTR(seed.to_bytes(8, "big") + bytes(8))
+    cipher = Cipher(algorithms.AES(key), counter).encryptor()
+    return lambda count: cipher.update(bytes(count))
 
 
 def normal(count: int, random_bytes: RandomBytes) -> torch.Tensor:

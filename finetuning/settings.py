@@ -183,7 +183,7 @@ class TrainSettings(Section):
         10.0,
         description="Minutes from one checkpoint of a client's unfinished round to the next; the "
         "round continues from its checkpoint if a resumed run repeats it. 0: no checkpoints. Not "
-        "for `fl-glm` or sites with differential privacy.",
+        "for `fl-glm`.",
     )
     batch_size: PositiveInt = Field(
         2,

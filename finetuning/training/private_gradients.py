@@ -2,13 +2,13 @@
 
 A step samples each row independently, clips the gradient of each row's loss, and adds Gaussian
 noise to the sum of the gradients. The random numbers must be secret, because anyone who can
-reproduce them can subtract the noise. Therefore they come from the operating system, not from the
-run's seed, which the coordinator knows.
+reproduce them can subtract the noise. Therefore they don't come from the run's seed, which the
+coordinator knows.
 """
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class PrivateGradients:
     """The stages of a training step, with private gradients of a whole model.
 
     If the gradients of a micro-batch's rows exceed ``max_bytes``, the rows are processed in groups.
-    ``random_bytes`` is the source of the noise.
+    ``source`` returns the source of a step's noise, given the step's seed, which isn't secret.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class PrivateGradients:
         model: WholeModel,
         parameters: Mapping[str, torch.nn.Parameter],
         noise: Noise,
-        random_bytes: RandomBytes = os.urandom,
+        source: Callable[[int], RandomBytes] = lambda _: os.urandom,
         max_bytes: int = ROW_GRADIENT_BYTES,
     ) -> None:
         self._model = model
         self._parameters = parameters
         self._noise = noise
-        self._random_bytes = random_bytes
+        self._source = source
         of_a_row = sum(p.numel() * p.element_size() for p in parameters.values())
         self._rows_at_once = max(1, max_bytes // of_a_row)
         self.columns_before, self.clip = model.columns_before, model.clip
@@ -58,14 +58,14 @@ class PrivateGradients:
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Set the adapter's ``.grad`` to the private gradient: (Σ clipped + noise) / expected rows.
 
-        ``batches`` may be empty. The seed is unused, because the coordinator knows it. Return each
-        micro-batch's summed loss in nats, which is not differentially private.
+        ``batches`` may be empty. Return each micro-batch's summed loss in nats, which is not
+        differentially private.
         """
-        noise = self._noise
+        noise, random_bytes = self._noise, self._source(seed)
         deviation = noise.multiplier * noise.row_norm
         sums = {
             name: to_device(
-                deviation * normal(p.numel(), self._random_bytes).view_as(p), p.device, p.dtype
+                deviation * normal(p.numel(), random_bytes).view_as(p), p.device, p.dtype
             )
             for name, p in self._parameters.items()
         }

@@ -106,7 +106,7 @@ def train_whole(base, kind, state, draws_as_cpu, devices="first") -> dict:
         penalty = ProximalPenalty(parameters, anchor, 0.1)
     elif kind == "private":
         random_bytes = np.random.default_rng(0).bytes
-        stages = PrivateGradients(whole, parameters, Noise(0.5, 1.0, 4.0), random_bytes)
+        stages = PrivateGradients(whole, parameters, Noise(0.5, 1.0, 4.0), lambda _: random_bytes)
     losses, optimizer = [], None
     for finished in range(2):
         steps = [range(6), range(6, 12), range(3, 9)]

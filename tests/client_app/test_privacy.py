@@ -367,7 +367,8 @@ def test_membership_is_harder_to_tell_the_smaller_epsilon_is(checkpoint):
         model = WholeModel(attach_adapter(base, adapter, None))
         parameters = trainable_parameters(model.peft_model)
         random = np.random.default_rng(0).bytes
-        private = PrivateGradients(model, parameters, Noise(multiplier, 1.0, rate * count), random)
+        noise = Noise(multiplier, 1.0, rate * count)
+        private = PrivateGradients(model, parameters, noise, lambda _, random=random: random)
         rows = poisson_steps(count, rate, steps, random)
         local_round = LocalRound(rows, 0, steps, 0, time.monotonic() + 600)
         train = TrainSettings(learning_rate=2e-2, batch_size=count, max_gradient_norm=0.0)

@@ -113,7 +113,9 @@ def test_a_step_matches_the_dp_sgd_formula(random_model, draw_examples, referenc
         drawn.append(np.random.default_rng(len(drawn)).bytes(count))
         return drawn[-1]
 
-    private = PrivateGradients(WholeModel(model), parameters, Noise(0.5, bound, 4.0), recorded)
+    private = PrivateGradients(
+        WholeModel(model), parameters, Noise(0.5, bound, 4.0), lambda _: recorded
+    )
     # Two micro-batches: clipping is by row, and noise is added once.
     private.accumulate([collate(examples[:6], 0), collate(examples[6:], 0)], seed=0)
     left = iter(drawn)
