@@ -174,7 +174,7 @@ def test_a_site_whose_clock_is_wrong_is_refused_and_its_check_says_so(
         text=True,
         timeout=120,
     )
-    (line,) = (line for line in checked.stdout.splitlines() if "clock" in line)
+    (line,) = (line for line in checked.stdout.splitlines() if "clock:" in line)
     where = "ahead of" if seconds > 0 else "behind"
     assert line.startswith("fix  clock: about 3")
     assert f"{where} the coordinator's; beyond 5 s ahead or 300 s behind, the SuperLink" in line
