@@ -112,7 +112,7 @@ def test_the_installed_package_sets_up_hosts(run, tmp_path):
 
 def repack(installed, folder):
     """Make a wheel of an installed distribution, as `pip wheel` would download it."""
-    tag = installed.read_text("WHEEL").partition("Tag: ")[2].split()[0]
+    tag = installed.read_text("WHEEL").split("Tag: ")[-1].split()[0]
     name = f"{installed.name.replace('-', '_')}-{installed.version}-{tag}.whl"
     with zipfile.ZipFile(folder / name, "w") as archive:
         for file in installed.files:
