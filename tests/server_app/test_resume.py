@@ -20,6 +20,7 @@ from server_app.results import Results
 from strategies.journal import Progress
 from strategies.participants import TooFewClientsError
 from tests.marks import nightly
+from tests.split.server.test_stages import make_key, stage
 
 NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 
@@ -175,6 +176,37 @@ def test_a_client_that_misses_a_repeated_round_keeps_its_last_adapter(
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert events(unbroken) == events(broken)
     assert not list(broken.rglob(".trained"))
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_a_stage_resumes_with_another(values, tmp_path, deep_checkpoint):
+    """It ends with the stage's address, and is then equal to a run without stages."""
+    values |= {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}
+    values |= {"rounds": 2, "train.local-steps": 2, "evaluate.generate": False}
+    here = {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
+    there = {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    unbroken, key = run(values | here), make_key(tmp_path)
+    there |= {"split.body-key": str(key)}
+    with stage(key) as (kept, _), stage(key) as (lost, process), stage(key) as (new, _):
+
+        class Killing(InProcessGrid):
+            """Kills a stage before the second round."""
+
+            def send_and_receive(self, messages, *, timeout=None):
+                messages = list(messages)
+                about = messages[0].metadata.message_type, messages[0].content["config"]["round"]
+                if about == ("train", 2):
+                    process.kill()
+                    process.wait()
+                return super().send_and_receive(messages)
+
+        with pytest.raises(TooFewClientsError, match=f"the stage at {lost} is lost"):
+            run(values | there | {"split.body-hosts": f"{kept},{lost}"}, kind=Killing)
+        (broken,) = (tmp_path / "b").iterdir()
+        run(values | there | {"split.body-hosts": f"{kept},{new}", "resume": str(broken)})
+    one, other = final(unbroken), final(broken)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
