@@ -13,8 +13,7 @@ from chambers.sources import option
 class Stage:
     """Compute middle blocks for a coordinator on another host.
 
-    Whoever has the key can use the stage: runs use it one after another, until it is interrupted.
-    docs/operations.md says how to make the key.
+    Whoever has the key can use it, one run after another. docs/operations.md says how to make one.
     """
 
     listen: Annotated[str, option("Address and port to listen on.", "HOST:PORT")]

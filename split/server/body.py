@@ -5,6 +5,7 @@ The weights of the adapters, their gradients and optimizers are always in this p
 
 import itertools
 import socket
+import ssl
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from split.model.part import Part
 from split.model.partition import Partition, partition_of
 from split.protocol.errors import printable
 from split.protocol.frames import Padding
-from split.server.stage import Tensors, address_of, receive, secured, send
+from split.server.stage import Tensors, address_of, receive, secured, send, tls
 from split.settings import SplitSettings
 
 
@@ -59,11 +60,12 @@ class _Stage:
         self._address = address
         try:
             plain = socket.create_connection(address_of(address), timeout=30.0)
-            self.stream = secured(plain, Path(key).expanduser(), is_server=False)
+            context = tls(Path(key).expanduser(), ssl.PROTOCOL_TLS_CLIENT)
+            self.stream = secured(plain, context, is_server=False)
         except OSError as error:
+            hint = "does `chambers stage` run there with split.body-key, and for no other run?"
             raise ConnectionError(
-                f"the stage at {address} (split.body-hosts) can't be used: {error}; check that "
-                "`chambers stage` runs there with the key in split.body-key, for no other run"
+                f"the stage at {address} can't be used: {error}; {hint}"
             ) from error
 
     def call(self, call: str, tensors: Tensors | None = None, **fields: Any) -> Tensors:
@@ -128,9 +130,8 @@ class StagedBody:
             self._stages.append(_Stage(host, split.body_key))
             names = [*tensors_of(directory, own, ("body",)), "config.json"]
             expected = digest({name: digests[name] for name in names})
-            cut = {"head_blocks": own.head, "tail_blocks": own.tail}
-            settings = {**cut, "body_devices": split.body_devices}
-            given: dict[str, Any] = {"model": model.model_dump(), "split": settings}
+            stage = split.model_copy(update={"head_blocks": own.head, "tail_blocks": own.tail})
+            given: dict[str, Any] = {"model": model.model_dump(), "split": stage.model_dump()}
             answer = self._stages[-1].call("load", expected=expected, **given)
             self.dtype = answer["dtype"].dtype
 

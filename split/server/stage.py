@@ -42,21 +42,23 @@ def address_of(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def secured(plain: socket.socket, key: Path, is_server: bool) -> Any:
-    """Return a connection with TLS between two ends with the same key and certificate.
+def tls(key: Path, kind: int) -> ssl.SSLContext:
+    """Return the settings of an end; raise an OSError if the file has no key and certificate."""
+    context = ssl.SSLContext(kind)
+    context.check_hostname = False  # any host with the key
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=key.read_text(errors="replace"))
+    context.load_cert_chain(key)
+    return context
 
-    Raise an OSError if the file can't be used, or the other end has another one.
-    """
+
+def secured(plain: socket.socket, context: ssl.SSLContext, is_server: bool) -> Any:
+    """Return a connection with TLS; raise an OSError if the other end has another key."""
     with plain:
         plain.settimeout(30.0)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             plain.setsockopt(socket.IPPROTO_TCP, option, 10)  # also notice soon a host that is lost
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # any host with the key
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(key)
-        context.load_cert_chain(key)
         with context.wrap_socket(plain, server_side=is_server) as stream:
             stream.settimeout(3600.0)  # for one call; loading takes longest
             return stream.makefile("rwb")
@@ -66,15 +68,13 @@ def send(stream: Any, tensors: Tensors, **fields: Any) -> None:
     """Send a message: its size, a line of JSON, and tensors in safetensors format."""
     copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     message = json.dumps(fields).encode() + b"\n" + save(copies)
-    stream.write(len(message).to_bytes(8))
-    stream.write(message)
+    stream.write(len(message).to_bytes(8) + message)
     stream.flush()
 
 
 def receive(stream: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return a message's tensors and fields; raise an OSError if the connection has ended."""
-    size = stream.read(8)
-    message = stream.read(int.from_bytes(size))
+    message = stream.read(int.from_bytes(stream.read(8)))
     if not message:
         raise ConnectionError("the other end has closed the connection")
     fields, _, tensors = message.partition(b"\n")
@@ -83,15 +83,15 @@ def receive(stream: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def serve_stage(listen: str, key: Path) -> NoReturn:
-    """Serve one run after another; raise an OSError if the server can't listen on the address."""
-    address = address_of(listen)
+    """Serve one run after another; raise an OSError if the address or the key can't be used."""
+    address, context = address_of(listen), tls(key, ssl.PROTOCOL_TLS_SERVER)
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.create_server(address, family=family) as listener:
         _log.info("waiting for a coordinator at %s:%d", *listener.getsockname()[:2])
         while True:
             plain, (peer, *_) = listener.accept()
             try:
-                with secured(plain, key, is_server=True) as stream:
+                with secured(plain, context, is_server=True) as stream:
                     _Blocks().serve(stream)
             except OSError as error:
                 _log.info("the connection of %s has ended: %s", peer, error)
