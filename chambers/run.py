@@ -10,8 +10,8 @@ from typing import Annotated
 from chambers.errors import CommandError
 from chambers.sources import argument
 
-# Where the proxy serves the signed release to the SuperLink.
-_HUB = "http://127.0.0.1:8002"
+# Where the proxy serves the signed release to the SuperLink; in containers, at another address.
+HUB = os.environ.get("FLWR_SUPERGRID_API_URL", "http://127.0.0.1:8002")
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ def _check_served(app: str) -> None:
 
     try:
         with httpx.Client(trust_env=False) as client:
-            answer = client.post(f"{_HUB}/hub/fetch-fab").raise_for_status().content
+            answer = client.post(f"{HUB}/hub/fetch-fab").raise_for_status().content
             url = Answer.model_validate_json(answer).fab_url
-            served = app_of(client.get(url).raise_for_status().content, _HUB)
+            served = app_of(client.get(url).raise_for_status().content, HUB)
     except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
         raise CommandError(
-            f"the proxy serves no signed release at {_HUB}: start the coordinator's programs, and "
+            f"the proxy serves no signed release at {HUB}: start the coordinator's programs, and "
             "put the folder release, which chambers site sign writes, into its folder"
         ) from error
     if served != app:

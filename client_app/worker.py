@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from logging import ERROR, INFO, WARNING
+from logging import DEBUG, ERROR, INFO, WARNING
 from pathlib import Path
 from threading import Thread
 from typing import NoReturn
@@ -70,8 +70,8 @@ class Worker:
                 caller.settimeout(TRANSFER_SECONDS)
                 try:
                     self._answer(caller, app)
-                except ConnectionError as error:  # `chambers site check` sends no message
-                    log(INFO, "a caller disconnected before its message was complete: %s", error)
+                except ConnectionError as error:  # health checks send no message
+                    log(DEBUG, "a caller disconnected before its message was complete: %s", error)
                 except Exception as error:  # continue with the next caller
                     log(ERROR, "a message could not be received or answered", exc_info=error)
 

@@ -23,8 +23,9 @@ from finetuning.files import replacing, write_secret
 
 # File names of certificates; the private key of NAME.pem is in NAME.key.
 AUTHORITY, SERVER = "authority.pem", "server.pem"
-# The SuperLink's SuperExec connects to 127.0.0.1; without these names, no run could start.
-LOOPBACK = ("localhost", "127.0.0.1")
+# The coordinator's programs and commands connect to 127.0.0.1 or, in containers, to these names;
+# without them, no run could start.
+INSIDE = ("localhost", "127.0.0.1", "superlink", "proxy")
 # Ten years and a day, so that a certificate can be valid for ten years.
 _AUTHORITY_DAYS = 3651
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
@@ -111,7 +112,7 @@ def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """Return the names followed by the loopback names, without duplicates.
+    """Return the names followed by those used at the coordinator, without duplicates.
 
     Raise ``CommandError`` if one is neither a host name nor an address.
     """
@@ -121,7 +122,7 @@ def check_names(names: Sequence[str]) -> list[str]:
                 f"{name!r} must be a host name such as coordinator.example.org, or an IP "
                 "address, without a port"
             )
-    return list(dict.fromkeys([*names, *LOOPBACK]))
+    return list(dict.fromkeys([*names, *INSIDE]))
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:

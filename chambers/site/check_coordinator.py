@@ -1,16 +1,19 @@
 """Checks of a coordinator's machine."""
 
 import sqlite3
+import tomllib
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import platformdirs
 from cryptography.exceptions import InvalidSignature
 
 from chambers.disk_space import ACCESS_LOG, existing, top_sender
 from chambers.errors import CommandError
+from chambers.run import HUB
 from chambers.site.authority import (
     AUTHORITY,
     SERVER,
@@ -24,12 +27,12 @@ from chambers.site.instructions import check_instructions
 from chambers.site.report import AdviceError, Report
 
 
-def check_coordinator(
-    folder: Path, model: str, superlink: str = "localhost:8000", proxy: str = "localhost:8443"
-) -> Report:
+def check_coordinator(folder: Path, model: str, superlink: str = "", proxy: str = "") -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
     ``folder`` is the coordinator's. The institutions' checks verify the certificate's public name.
+    The default of ``superlink`` is the address to which the folder's ``flwr`` connects, and the
+    default of ``proxy`` is on the host from which the SuperLink fetches the release.
     """
     report = Report()
     authority, server = folder / AUTHORITY, folder / SERVER
@@ -40,7 +43,8 @@ def check_coordinator(
     report.line(lasting_file, server, renewal)
     report.line(lasting_file, authority, "create a new authority, as docs/operations.md describes")
     report.line(check_instructions, folder)
-    report.line(_answers, "SuperLink", superlink, folder)
+    proxy = proxy or f"{urlsplit(HUB).hostname}:8443"
+    report.line(_answers, "SuperLink", superlink or _connection(folder), folder)
     if report.line(_answers, "proxy", proxy, folder):
         report.line(filtered, proxy, authority)
     report.line(_writable, database)
@@ -57,6 +61,13 @@ def check_coordinator(
     report.line(gpu)
     report.line(_clock)
     return report
+
+
+def _connection(folder: Path) -> str:
+    file = folder / "state" / ".flwr" / "config.toml"
+    if not file.exists():
+        return "127.0.0.1:8000"
+    return str(tomllib.loads(file.read_text())["superlink"]["deployment"]["address"])
 
 
 def _pair(file: Path, key_file: Path) -> str:

@@ -1,6 +1,7 @@
 """The services of a Compose file, as the programs that a container engine would start."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ import yaml
 
 from tests.deployment.hosts import View
 
+# Here and with systemd, a host's programs share one network; containers reach each other by name.
+_CONTAINER = re.compile(r"\b(superlink|supernode|proxy)(?=:\d)")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
 
@@ -20,7 +23,7 @@ class Service:
     Attributes:
         name: Name of the service.
         command: Program and arguments.
-        health: Command that succeeds once the service is ready; empty if there is none.
+        health: Command that succeeds once the service is ready.
         view: The service's files and environment.
 
     """
@@ -47,30 +50,42 @@ def read_services(file: Path, variables: Mapping[str, str]) -> dict[str, Service
     return {
         name: Service(
             name=name,
-            command=[*values["entrypoint"], *values.get("command", [])],
+            command=_command(values),
             # The first word is CMD, which means that no shell is used.
-            health=values.get("healthcheck", {}).get("test", [])[1:],
+            health=list(map(_loopback, values["healthcheck"]["test"][1:])),
             view=_view(values, secrets, file.parent),
         )
         for name, values in content["services"].items()
     }
 
 
+def _command(values: Mapping[str, Any]) -> list[str]:
+    command = [*values["entrypoint"], *values["command"]]
+    if command[0] == "sh":  # changes the addresses in nginx.conf, and starts nginx
+        command = shlex.split(command[-1].rpartition("exec ")[2].replace("containers", "nginx"))
+    return list(map(_loopback, command))
+
+
+def _loopback(text: str) -> str:
+    return _CONTAINER.sub("127.0.0.1", text.replace("--host=0.0.0.0", "--host=127.0.0.1"))
+
+
 def _view(values: Mapping[str, Any], secrets: Mapping[str, Path], folder: Path) -> View:
     mounts = {secret["target"]: secrets[secret["source"]] for secret in values.get("secrets", [])}
     read_only = set(mounts)
     for volume in values.get("volumes", []):
-        source, target, *mode = volume.split(":")
-        mounts[target] = folder / source
-        if mode == ["ro"]:
-            read_only.add(target)
+        mounts[volume["target"]] = folder / volume["source"]
+        if volume.get("read_only"):
+            read_only.add(volume["target"])
     environment = {}
     if "env_file" in values:
         for line in (folder / values["env_file"]).read_text().splitlines():
             if line and not line.startswith("#"):
                 key, _, value = line.partition("=")
                 environment[key] = value
-    return View(mounts, read_only, environment | values.get("environment", {}))
+    for key, value in values.get("environment", {}).items():
+        environment[key] = _loopback(value)
+    return View(mounts, read_only, environment)
 
 
 def _interpolate(value: Any, variables: Mapping[str, str]) -> Any:

@@ -197,12 +197,10 @@ class Deployment:
         self, host: Host, file: str, variables: Mapping[str, str]
     ) -> dict[str, Program]:
         services = read_services(_DOCKER / file, {"FOLDER": str(host.folder), **variables})
-        # The first service only provides the network, as the namespace does here.
-        left_out = {"coordinator", "institution"} | (set() if self._worker else {"worker"})
         self.programs[host.name] = {
             name: Program(host, service)
             for name, service in services.items()
-            if name not in left_out
+            if name != "worker" or self._worker
         }
         return self.programs[host.name]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from chambers.site.authority import LOOPBACK, open_authority
+from chambers.site.authority import INSIDE, open_authority
 from chambers.site.instructions import open_instructions
 from chambers.site.keys import open_node_key
 from chambers.superlink import free_port
@@ -172,7 +172,7 @@ class Coordinator:
             f'[superlink.deployment]\naddress = "{self.address}"\n'
             f'root-certificates = "{self.folder / "authority.pem"}"\n'
         )
-        open_authority(self.folder).issue(self.folder, list(LOOPBACK), 365)
+        open_authority(self.folder).issue(self.folder, list(INSIDE), 365)
         open_instructions(self.folder)
 
     @property

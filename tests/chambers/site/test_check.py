@@ -24,11 +24,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from chambers.__main__ import main
-from chambers.site.authority import LOOPBACK, open_authority
+from chambers.site.authority import INSIDE, open_authority
 from chambers.site.check_coordinator import check_coordinator
 from chambers.site.instructions import open_instructions
 from chambers.site.keys import open_node_key
 from chambers.site.release import open_signing_key
+from federation.worker_socket import connected_worker, send
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest, fingerprint
 from tests.chambers.conftest import another_user, refused
@@ -74,7 +75,7 @@ def proxy(folder, ahead=0.0, control=403, health=200):
 
 
 def certify(folder, name, days=365):
-    open_authority(folder).issue(folder, [name, *LOOPBACK], days)
+    open_authority(folder).issue(folder, [name, *INSIDE], days)
     open_instructions(folder)
 
 
@@ -369,8 +370,12 @@ def test_worker(capsys, site, tmp_path):
         subprocess.run(healthy, check=True)
         output = at_institution(capsys, site, 1, worker=path)
         assert f"ok   the worker at {own / 'worker.sock'} is running" in output
-        wait_until(lambda: "a caller disconnected" in worker.log.read_text(), 60)
-        assert "Traceback" not in worker.log.read_text()
+        # The worker answers callers in turn, and logs nothing about those who send no message.
+        with connected_worker(own / "worker.sock") as caller:
+            send(caller, b"other code")
+            wait_until(lambda: "refused a message" in worker.log.read_text(), 60)
+        said = worker.log.read_text().partition("the worker runs the code")[2]
+        assert said.count("\n") == 2, said
         own.chmod(0o777)
         assert "every user can write to" in at_institution(capsys, site, 1, worker=path)
 

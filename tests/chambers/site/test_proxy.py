@@ -14,7 +14,7 @@ import pytest
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.supercore.retry.http_retry import _RETRYABLE_STATUS_CODES
 
-from chambers.site.authority import LOOPBACK, open_authority
+from chambers.site.authority import INSIDE, open_authority
 from chambers.site.check_coordinator import check_coordinator
 from chambers.superlink import free_port
 from tests.chambers.site.deployment import proxy, running_nginx
@@ -76,7 +76,7 @@ def post(connection, path: str, body: bytes | list[bytes] = b"") -> int:
 
 @pytest.fixture
 def coordinator(nginx, tmp_path):
-    open_authority(tmp_path).issue(tmp_path, list(LOOPBACK), 365)
+    open_authority(tmp_path).issue(tmp_path, list(INSIDE), 365)
     superlink = f"127.0.0.1:{free_port()}"
     (tmp_path / "superlink.conf").write_text(SUPERLINK.format(address=superlink))
     with running_nginx(tmp_path, "superlink.conf"), proxy(tmp_path, superlink) as address:
