@@ -1,52 +1,56 @@
-"""The handshake of a stream: state machines for three messages, without I/O.
+"""The handshake of a stream: its three messages and both sides' computations, without I/O.
 
 M1 client → server: identity, ticket, ephemeral X25519 share, secret encrypted to the server's key,
 MAC with the ticket's secret. M2 server → client: ephemeral X25519 share, the server's finished MAC.
 M3 client → server: the client's finished MAC. ``docs/wire.md`` specifies every byte.
 
-Use each object for one handshake. A rejected message does not change the object's state. A ticket
-for one lane is used up only when the server has decrypted the client's first record.
+Use each object for one handshake, and call its methods in order. A rejected message does not change
+the object's state. A ticket for one lane is used up only when the server has decrypted the client's
+first record.
 """
 
 import hmac
 import secrets
+import struct
+from dataclasses import dataclass, field
+from io import BytesIO
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from split.protocol.errors import Refusal, refused
-from split.protocol.hello import (
-    PREFIX_BYTES,
-    SHARE_BYTES,
-    Hello,
-    check_prefix,
-    hello_context,
-    prefix,
-    read_hello,
-)
 from split.protocol.key_schedule import MAC_BYTES, KeySchedule, LaneSecrets, authenticate, derive
+from split.protocol.keys import (
+    KEY_IDENTIFIER_BYTES,
+    SUITE_NUMBERS,
+    WRAPPED_BYTES,
+    KeyExchange,
+    ServerKeys,
+    key_identifier,
+    wrap,
+)
 from split.protocol.keys import SECRET_BYTES as WRAPPED_SECRET_BYTES
-from split.protocol.keys import SUITE_NUMBERS, KeyExchange, ServerKeys, key_identifier, wrap
-from split.protocol.tickets import Identity, Ticket, TicketBook
+from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity, Ticket, TicketBook
 
+VERSION = 4
+_MAGIC = b"CHLN"
+_PREFIX = struct.Struct(">4sBB")  # magic bytes, version, number of the message
+PREFIX_BYTES = _PREFIX.size
+_HELLO = struct.Struct(">BI")  # suite, round; run and node follow, each after a length byte
+SHARE_BYTES = 32  # X25519 public key
+MAX_HELLO_BYTES = (
+    PREFIX_BYTES
+    + _HELLO.size
+    + 2 * (1 + NAME_BYTES)
+    + IDENTIFIER_BYTES
+    + SHARE_BYTES
+    + KEY_IDENTIFIER_BYTES
+    + max(WRAPPED_BYTES.values())
+    + MAC_BYTES
+)
 _CLIENT, _SERVER = b"client finished", b"server finished"  # labels of the last MAC of each side
-# States of a handshake.
-_NEW = "new"
-_HELLO = "M1 was sent or received"
-_ANSWERED = "M2 was sent or received"
-_FINISHED = "M3 was sent or received"
 
 
-class _Handshake:
-    """Base class that raises ``RuntimeError`` if methods are called in the wrong order."""
-
-    _state = _NEW
-
-    def _expect(self, state: str) -> None:
-        if self._state != state:
-            raise RuntimeError(f"the handshake is at {self._state!r}, not {state!r}")
-
-
-class ClientHandshake(_Handshake):
+class ClientHandshake:
     """The client's side of a handshake, with the ticket's identity and the server's current key."""
 
     def __init__(
@@ -62,7 +66,6 @@ class ClientHandshake(_Handshake):
 
     def hello(self) -> bytes:
         """Return M1; raise a HandshakeError if the server's public key is not of this suite."""
-        self._expect(_NEW)
         hello = Hello(
             suite=SUITE_NUMBERS[self._suite],
             identity=self._identity,
@@ -74,7 +77,6 @@ class ClientHandshake(_Handshake):
         context = hello_context(hello)
         body = context + wrap(self._suite, self._server_public, self._secret, context)
         self._hello = body + _hello_mac(self._ticket, body)
-        self._state = _HELLO
         return self._hello
 
     def finish(self, answer: bytes) -> tuple[bytes, LaneSecrets]:
@@ -83,7 +85,6 @@ class ClientHandshake(_Handshake):
         Raise a HandshakeError if M2 is malformed, or its sender lacks the ticket's secret or the
         server's private key.
         """
-        self._expect(_HELLO)
         check_prefix(answer, 2)
         if len(answer) != PREFIX_BYTES + SHARE_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
@@ -93,11 +94,10 @@ class ClientHandshake(_Handshake):
         _compare(answer[-MAC_BYTES:], schedule.finished(_SERVER, transcript))
         transcript = self._hello + answer + prefix(3)
         mac = schedule.finished(_CLIENT, transcript)
-        self._state = _FINISHED
         return prefix(3) + mac, schedule.secrets(transcript + mac)
 
 
-class ServerHandshake(_Handshake):
+class ServerHandshake:
     """The server's side of a handshake."""
 
     def __init__(self, keys: ServerKeys, tickets: TicketBook) -> None:
@@ -114,7 +114,6 @@ class ServerHandshake(_Handshake):
         or issued for a different identity. Raise ``LaneBusyError`` if the same message was received
         before. A client can retry with a new M1.
         """
-        self._expect(_NEW)
         message = read_hello(hello)
         ticket, identity = self._tickets.find(message.ticket)
         _compare(hello[-MAC_BYTES:], _hello_mac(ticket, hello[:-MAC_BYTES]))
@@ -124,7 +123,6 @@ class ServerHandshake(_Handshake):
             raise refused(Refusal.SUITE)
         self._tickets.note_hello(message.ticket, hello[-MAC_BYTES:])
         self._message, self._ticket, self._transcript = message, ticket, hello
-        self._state = _HELLO
         return identity
 
     def answer(self) -> bytes:
@@ -133,7 +131,6 @@ class ServerHandshake(_Handshake):
         Raise ``HandshakeError`` if the secret can't be decrypted, or the client's share is invalid.
         Raise ``ServerKeyError`` if the secret is encrypted to a key other than the current one.
         """
-        self._expect(_HELLO)
         message = self._message
         wrapped = self._keys.unwrap(message.key, message.wrapped, hello_context(message))
         private = X25519PrivateKey.generate()
@@ -142,7 +139,6 @@ class ServerHandshake(_Handshake):
         body = prefix(2) + share
         answer = body + self._schedule.finished(_SERVER, self._transcript + body)
         self._transcript += answer
-        self._state = _ANSWERED
         return answer
 
     def accept(self, finished: bytes) -> tuple[LaneSecrets, bytes]:
@@ -150,13 +146,11 @@ class ServerHandshake(_Handshake):
 
         Raise a HandshakeError if M3 is malformed or altered, or its sender does not have the keys.
         """
-        self._expect(_ANSWERED)
         check_prefix(finished, 3)
         if len(finished) != PREFIX_BYTES + MAC_BYTES:
             raise refused(Refusal.MALFORMED)
         transcript = self._transcript + finished[:-MAC_BYTES]
         _compare(finished[-MAC_BYTES:], self._schedule.finished(_CLIENT, transcript))
-        self._state = _FINISHED
         return self._schedule.secrets(self._transcript + finished), self._ticket.identifier
 
 
@@ -173,4 +167,92 @@ def _agree(private: X25519PrivateKey, share: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError:  # a point of small order, for which the shared secret would be public
+        raise refused(Refusal.MALFORMED) from None
+
+
+@dataclass(frozen=True)
+class Hello:
+    """M1 without its prefix and MAC."""
+
+    suite: int  # number of the key exchange suite
+    identity: Identity
+    ticket: bytes  # identifier of the ticket
+    share: bytes  # the client's X25519 share
+    key: bytes  # identifier of the server's public key
+    wrapped: bytes = field(repr=False)  # the secret, encrypted to the server's key
+
+
+def hello_context(hello: Hello) -> bytes:
+    """Return M1 up to the encrypted secret: the context that is needed to decrypt the secret."""
+    run, node = hello.identity.run.encode(), hello.identity.node.encode()
+    return b"".join(
+        (
+            prefix(1),
+            _HELLO.pack(hello.suite, hello.identity.round),
+            bytes([len(run)]) + run,
+            bytes([len(node)]) + node,
+            hello.ticket,
+            hello.share,
+            hello.key,
+        )
+    )
+
+
+def read_hello(message: bytes) -> Hello:
+    """Parse M1 without checking its MAC.
+
+    Raise a HandshakeError if M1 is malformed, or has an unknown version or suite.
+    """
+    check_prefix(message, 1)
+    if len(message) > MAX_HELLO_BYTES:
+        raise refused(Refusal.MALFORMED)
+    rest = BytesIO(message[PREFIX_BYTES:-MAC_BYTES])
+    number, round_ = _HELLO.unpack(_take(rest, _HELLO.size))
+    lengths = {SUITE_NUMBERS[suite]: length for suite, length in WRAPPED_BYTES.items()}
+    if number not in lengths:
+        raise refused(Refusal.SUITE)
+    run, node = _take_text(rest), _take_text(rest)
+    hello = Hello(
+        suite=number,
+        identity=Identity(run, round_, node),
+        ticket=_take(rest, IDENTIFIER_BYTES),
+        share=_take(rest, SHARE_BYTES),
+        key=_take(rest, KEY_IDENTIFIER_BYTES),
+        wrapped=_take(rest, lengths[number]),
+    )
+    if rest.read(1):
+        raise refused(Refusal.MALFORMED)
+    return hello
+
+
+def prefix(number: int) -> bytes:
+    """Return the prefix of the message with this number."""
+    return _PREFIX.pack(_MAGIC, VERSION, number)
+
+
+def check_prefix(message: bytes, number: int) -> None:
+    """Raise a HandshakeError unless a message begins with the prefix for this number."""
+    if len(message) < PREFIX_BYTES:
+        raise refused(Refusal.MALFORMED)
+    magic, version, found = _PREFIX.unpack_from(message)
+    if magic != _MAGIC or found != number:
+        raise refused(Refusal.MALFORMED)
+    if version != VERSION:
+        raise refused(Refusal.VERSION)
+
+
+def _take(rest: BytesIO, count: int) -> bytes:
+    taken = rest.read(count)
+    if len(taken) < count:
+        raise refused(Refusal.MALFORMED)
+    return taken
+
+
+def _take_text(rest: BytesIO) -> str:
+    (length,) = _take(rest, 1)
+    if not length:
+        raise refused(Refusal.MALFORMED)
+    try:
+        return _take(rest, length).decode()
+    except UnicodeDecodeError:
         raise refused(Refusal.MALFORMED) from None

@@ -79,31 +79,6 @@ def _oaep(context: bytes) -> padding.OAEP:
     )
 
 
-class _HybridKey:
-    """An ML-KEM-768 and X25519 key pair."""
-
-    def __init__(self) -> None:
-        kem, curve = mlkem.MLKEM768PrivateKey.generate(), x25519.X25519PrivateKey.generate()
-        self._private = MLKEM768X25519PrivateKey(kem, curve)
-        self.public = kem.public_key().public_bytes_raw() + curve.public_key().public_bytes_raw()
-
-    def unwrap(self, wrapped: bytes, context: bytes) -> bytes:
-        return _HPKE.decrypt(wrapped, self._private, info=_LABEL + context)
-
-
-class _RsaKey:
-    """An RSA key pair."""
-
-    def __init__(self) -> None:
-        self._private = rsa.generate_private_key(_RSA_EXPONENT, _RSA_BITS)
-        self.public = self._private.public_key().public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-
-    def unwrap(self, wrapped: bytes, context: bytes) -> bytes:
-        return self._private.decrypt(wrapped, _oaep(context))
-
-
 class ServerKeys:
     """The server's current key pair. The private key is in memory only."""
 
@@ -114,11 +89,20 @@ class ServerKeys:
     @property
     def public(self) -> bytes:
         """Public key: 1,184 bytes for ML-KEM-768 and 32 for X25519, or RSA in DER (SPKI) format."""
-        return self._key.public
+        return self._key[1]
 
     def rotate(self) -> None:
         """Generate a new key pair and discard the old one."""
-        self._key = _RsaKey() if self.suite == "rsa-3072" else _HybridKey()
+        if self.suite == "rsa-3072":
+            private = rsa.generate_private_key(_RSA_EXPONENT, _RSA_BITS)
+            public = private.public_key().public_bytes(
+                serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+            )
+            self._key: tuple[rsa.RSAPrivateKey | MLKEM768X25519PrivateKey, bytes] = private, public
+            return
+        kem, curve = mlkem.MLKEM768PrivateKey.generate(), x25519.X25519PrivateKey.generate()
+        public = kem.public_key().public_bytes_raw() + curve.public_key().public_bytes_raw()
+        self._key = MLKEM768X25519PrivateKey(kem, curve), public
 
     def unwrap(self, identifier: bytes, wrapped: bytes, context: bytes) -> bytes:
         """Decrypt a secret that a client encrypted with ``wrap`` to the key with this identifier.
@@ -127,11 +111,14 @@ class ServerKeys:
         ``HandshakeError`` if the secret can't be decrypted, or was encrypted for a different
         message.
         """
-        key = self._key  # read once, because another thread may rotate the key
-        if not secrets.compare_digest(identifier, key_identifier(self.suite, key.public)):
+        private, public = self._key  # read once, because another thread may rotate the key
+        if not secrets.compare_digest(identifier, key_identifier(self.suite, public)):
             raise refused(Refusal.SERVER_KEY)
         try:
-            secret = key.unwrap(wrapped, context)
+            if isinstance(private, rsa.RSAPrivateKey):
+                secret = private.decrypt(wrapped, _oaep(context))
+            else:
+                secret = _HPKE.decrypt(wrapped, private, info=_LABEL + context)
         except (ValueError, InvalidTag):
             raise refused(Refusal.WRAPPED_SECRET) from None
         if len(secret) != SECRET_BYTES:

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import mlkem, rsa
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.hpke import MLKEM768X25519PrivateKey
 
-from split.protocol import handshake, keys
+from split.protocol import handshake
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.handshake import ClientHandshake, ServerHandshake
 from split.protocol.keys import ServerKeys
@@ -98,20 +98,19 @@ def _rsa_key() -> bytes:
 
 def server_keys(suite: Any, private: dict[str, str]) -> ServerKeys:
     """Return a server's key pair, created from private keys."""
-    kinds = {"ml-kem-768-x25519": keys._HybridKey, "rsa-3072": keys._RsaKey}
-    key: Any = object.__new__(kinds[suite])
+    key: Any
     if suite == "rsa-3072":
-        key._private = serialization.load_der_private_key(bytes.fromhex(private["pkcs8"]), None)
-        key.public = key._private.public_key().public_bytes(
+        key = serialization.load_der_private_key(bytes.fromhex(private["pkcs8"]), None)
+        public = key.public_key().public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
     else:
         kem = mlkem.MLKEM768PrivateKey.from_seed_bytes(bytes.fromhex(private["ml-kem-768-seed"]))
         curve = X25519PrivateKey.from_private_bytes(bytes.fromhex(private["x25519"]))
-        key._private = MLKEM768X25519PrivateKey(kem, curve)
-        key.public = kem.public_key().public_bytes_raw() + curve.public_key().public_bytes_raw()
+        key = MLKEM768X25519PrivateKey(kem, curve)
+        public = kem.public_key().public_bytes_raw() + curve.public_key().public_bytes_raw()
     made = ServerKeys("ml-kem-768-x25519")
-    made.suite, made._key = suite, key
+    made.suite, made._key = suite, (key, public)
     return made
 
 
