@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 from split.protocol.errors import FrameError
 from split.protocol.frames import Frame, Kind, Limits
-from split.protocol.key_schedule import LaneSecrets
+from split.protocol.keys import LaneSecrets
 from split.protocol.payload import Outgoing
 from split.protocol.records import Opener, Sealer
 
@@ -34,12 +34,8 @@ class Traffic:
 class Stream:
     """Encryption and decryption of a stream's records, for one writing and one reading thread.
 
-    Args:
-        secrets: Secrets from the handshake.
-        limits: Limits on the frames of the other end.
-        is_client: Whether this is the client's end.
-        carried: Numbers of bytes that this end sent and received in the handshake.
-        release: Function that ends the stream immediately, even if data is in transit.
+    ``carried`` contains the numbers of bytes that this end sent and received in the handshake.
+    ``release`` ends the stream immediately, even if data is in transit.
     """
 
     def __init__(
@@ -67,12 +63,9 @@ class Stream:
     @property
     def traffic(self) -> Traffic:
         """The traffic of the stream so far."""
-        up, down = self._sent, self._received
-        if not self._is_client:
-            up, down = down, up
         return Traffic(
-            bytes_up=up,
-            bytes_down=down,
+            bytes_up=self._sent if self._is_client else self._received,
+            bytes_down=self._received if self._is_client else self._sent,
             seconds_crypto=self._sealer.seconds + self.opener.seconds_crypto,
             seconds_serialisation=self._seconds_packing + self.opener.seconds_serialisation,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from split.protocol.errors import ProtocolError
-from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, whole_number
+from split.protocol.frames import Frame, Kind, Padding, hidden_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,9 @@ class ForwardPass:
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """Hidden states of prompts, (rows, columns, hidden)."""
+class Prompts(ForwardPass):
+    """Hidden states of prompts, whose keys and values are cached."""
 
-    step: int
-    index: int
-    hidden: torch.Tensor
-    padding: Padding
     tokens: int  # padded tokens to reserve in the cache, prefixes and new tokens included
 
 
@@ -66,13 +62,10 @@ Event = ModelChoice | ForwardPass | Prompts | CachedExtension | Frame
 class Evaluation:
     """State machine that checks a client's frames. Don't call ``receive`` concurrently.
 
-    Args:
-        columns_before: Prefix length of each model that the client may select, keyed by name.
-        window: Maximum number of micro-batches in flight.
-        longest: Number of padded tokens of the largest micro-batch, prefixes included; 0 to allow
-            only cached texts.
-        max_cached_tokens: Number of padded tokens of the largest batch of cached texts, prefixes
-            and new tokens included.
+    ``columns_before`` maps the names of the models that the client may select to their prefix
+    lengths. At most ``window`` micro-batches may be in flight. A micro-batch has at most
+    ``longest`` padded tokens (0 allows only cached texts), and a batch of cached texts has at most
+    ``max_cached_tokens``, including new tokens. Both include prefixes.
     """
 
     def __init__(
@@ -129,7 +122,6 @@ class Evaluation:
 
     def _hidden(self, frame: Frame) -> Event:
         hidden, padding = hidden_of(frame)
-        check_size(hidden, "hidden")
         if "new_tokens" in frame.fields:
             event: Event = self._prompts(frame, hidden, padding)
         elif "endings" in frame.fields:
@@ -174,9 +166,8 @@ class Evaluation:
 
     def _next_tokens(self, frame: Frame, hidden: torch.Tensor) -> CachedExtension:
         self._refuse_in_flight("the next tokens")
-        (rows, columns), drop = hidden.shape[:2], 0
-        if "drop" in frame.fields:
-            drop = whole_number(frame, "drop")
+        rows, columns = hidden.shape[:2]
+        drop = whole_number(frame, "drop") if "drop" in frame.fields else 0
         if (rows, frame.micro_batch) != (self._rows, self._frames) or drop >= self._last:
             raise ProtocolError(
                 f"received {rows} rows as micro-batch {frame.micro_batch}, and {drop} tokens to "

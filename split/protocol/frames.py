@@ -253,12 +253,13 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
-    """Return hidden states and their padding; raise a ProtocolError if the lengths are missing.
+    """Return hidden states and their padding. The lane has already checked shapes and lengths.
 
-    The lane has already checked shapes and lengths.
+    Raise a ProtocolError if the lengths are missing, or a hidden state is too large.
     """
     if "lengths" not in frame.tensors:
         raise ProtocolError("received hidden states without the lengths of their rows")
+    check_size(frame.tensors["hidden"], "hidden")
     side: Literal["left", "right"] = "left" if frame.fields.get("side") == "left" else "right"
     return frame.tensors["hidden"], Padding(side, frame.tensors["lengths"].long())
 

@@ -18,13 +18,17 @@ from io import BytesIO
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from split.protocol.errors import Refusal, refused
-from split.protocol.key_schedule import MAC_BYTES, KeySchedule, LaneSecrets, authenticate, derive
 from split.protocol.keys import (
     KEY_IDENTIFIER_BYTES,
+    MAC_BYTES,
     SUITE_NUMBERS,
     WRAPPED_BYTES,
     KeyExchange,
+    KeySchedule,
+    LaneSecrets,
     ServerKeys,
+    authenticate,
+    derive,
     key_identifier,
     wrap,
 )
@@ -184,18 +188,10 @@ class Hello:
 
 def hello_context(hello: Hello) -> bytes:
     """Return M1 up to the encrypted secret: the context that is needed to decrypt the secret."""
-    run, node = hello.identity.run.encode(), hello.identity.node.encode()
-    return b"".join(
-        (
-            prefix(1),
-            _HELLO.pack(hello.suite, hello.identity.round),
-            bytes([len(run)]) + run,
-            bytes([len(node)]) + node,
-            hello.ticket,
-            hello.share,
-            hello.key,
-        )
-    )
+    names = (hello.identity.run.encode(), hello.identity.node.encode())
+    start = prefix(1) + _HELLO.pack(hello.suite, hello.identity.round)
+    start += b"".join(bytes([len(name)]) + name for name in names)
+    return start + hello.ticket + hello.share + hello.key
 
 
 def read_hello(message: bytes) -> Hello:

@@ -1,5 +1,7 @@
 """Serialisation of frames in the safetensors format, which cannot contain code.
 
+With ``split.wire-dtype = "int8"``, hidden states and gradients have one scale per token.
+
 This module does not use the safetensors library, for two reasons. Outgoing hidden states are copied
 only once, directly into the buffer that is encrypted, and received tensors (unless int8) are views
 of the decrypted payload. The header (here called description) is validated before the tensors' data
@@ -32,7 +34,6 @@ from split.protocol.frames import (
     check_name,
     check_padding,
 )
-from split.protocol.quantisation import dequantise, quantise
 
 MAX_DESCRIPTION_BYTES = 2**20 - 8  # the description must fit in a frame's first record
 _MAX_DIMENSIONS = 8
@@ -46,6 +47,8 @@ _TORCH_TYPES = {
     "BF16": torch.bfloat16,
     "I8": torch.int8,
 }
+# 127 and -128 times this scale are finite.
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 128
 _NAMES = {dtype: name for name, dtype in _TORCH_TYPES.items()}
 
 
@@ -240,7 +243,7 @@ class Outgoing:
         tokens = TENSOR_OF_KIND.get(self.frame.kind)
         for name, tensor in self.frame.tensors.items():
             if name == tokens and views[name].dtype is torch.int8:
-                quantise(tensor.detach(), views[name], views[name + SCALE], name)
+                _quantise(tensor.detach(), views[name], views[name + SCALE], name)
             else:
                 views[name].copy_(tensor.detach())
                 _check_finite(views[name], name)
@@ -261,7 +264,7 @@ def read(
         _check_finite(tensor, name)
     tokens = TENSOR_OF_KIND.get(kind)
     if tokens is not None and tensors[tokens].dtype is torch.int8:
-        tensors[tokens] = dequantise(tensors[tokens], tensors.pop(tokens + SCALE), tokens)
+        tensors[tokens] = _dequantise(tensors[tokens], tensors.pop(tokens + SCALE), tokens)
     frame = Frame(kind, step, micro_batch, tensors, description.fields)
     check_padding(frame)
     return frame
@@ -273,3 +276,31 @@ def _check_finite(tensor: Tensor, name: str) -> None:
         least, most = (float(bound) for bound in torch.aminmax(tensor))
         if not (math.isfinite(least) and math.isfinite(most)):
             raise FrameError(f"{name!r} contains NaN or infinity")
+
+
+def _check_scales(scales: Tensor, name: str) -> None:
+    least, most = (float(bound) for bound in torch.aminmax(scales))
+    if not 0 <= least <= most <= _LARGEST_SCALE:  # NaN is within no bounds
+        raise FrameError(f"{name!r} contains NaN, infinity or a number that is too large")
+
+
+def _quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> None:
+    """Round each token's numbers to multiples of their largest absolute value divided by 127.
+
+    Read ``tensor``, (rows, columns, hidden); write ``integers``, int8 of the same shape, and
+    ``scales``, float32 of shape (rows, columns). ``name`` is for error messages.
+    """
+    numbers = tensor.float()
+    # Along a dimension, aminmax is many times slower than amax and amin.
+    largest = torch.maximum(numbers.amax(-1), -numbers.amin(-1))
+    # Avoid a division by 0 if all numbers of a token are 0 or close to the smallest float32.
+    scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    scales.copy_(scale)
+    _check_scales(scales, name)
+    integers.copy_((numbers / scale.unsqueeze(-1)).round_().clamp_(-127, 127))
+
+
+def _dequantise(integers: Tensor, scales: Tensor, name: str) -> Tensor:
+    """Return float32 numbers of shape (rows, columns, hidden)."""
+    _check_scales(scales, name)
+    return integers.float().mul_(scales.unsqueeze(-1))  # multiplying mixed types is slow

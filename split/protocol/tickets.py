@@ -191,8 +191,7 @@ class TicketBook:
     def _forget(self) -> None:
         """Remove tickets that expired long ago, to limit memory in long runs."""
         before = self._clock() - _REMEMBERED_SECONDS
-        old = [key for key, entry in self._entries.items() if entry.expires < before]
-        for key in old:
+        for key in [key for key, entry in self._entries.items() if entry.expires < before]:
             lane = self._entries.pop(key).lane
             if lane:
                 self._tickets_of.pop(lane, None)

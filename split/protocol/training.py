@@ -13,6 +13,7 @@ from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, w
 
 # Maximum of a squared norm, small enough for a finite sum over all clients.
 _LARGEST_NORM = 1e30
+_NUMBERS = "steps", "first_step", "total_steps"  # of a ``RoundPlan``, in JOIN
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,8 @@ class TrainingRound:
         self._limits = limits
         self._longest = 0
         self._step = 0
-        self._shapes: list[
-            torch.Size
-        ] = []  # shapes of this step's hidden states; empty between steps
+        # Shapes of this step's hidden states; empty between steps.
+        self._shapes: list[torch.Size] = []
         self._announced = (0, 0)  # targets and micro-batches of the step
         self._rows = self._targets = 0
 
@@ -125,20 +125,15 @@ class TrainingRound:
         self._longest = whole_number(frame, "longest")
         self.credits = self._limits.credits(self._longest)
         largest = self.plan
-        plan = replace(
-            largest,
-            steps=whole_number(frame, "steps"),
-            first_step=whole_number(frame, "first_step"),
-            total_steps=whole_number(frame, "total_steps"),
-            wants_gradient=frame.fields.get("wants_gradient") is True,
-        )
-        for name in ("steps", "first_step", "total_steps"):
-            value, most = getattr(plan, name), getattr(largest, name)
-            if value > most:
+        numbers = {name: whole_number(frame, name) for name in _NUMBERS}
+        for name, value in numbers.items():
+            if value > (most := getattr(largest, name)):
                 raise ProtocolError(
                     f"{name} = {value}, but the number of examples that the client reported when "
                     f"it joined the run allows {most}; if its data has changed, it must join again"
                 )
+        wants_gradient = frame.fields.get("wants_gradient") is True
+        plan = replace(largest, **numbers, wants_gradient=wants_gradient)
         if (
             plan.first_step * largest.steps != largest.first_step * plan.steps
             or plan.total_steps * largest.steps < largest.total_steps * plan.steps
@@ -186,7 +181,6 @@ class TrainingRound:
         hidden, padding = hidden_of(frame)
         if padding.side != "right":
             raise ProtocolError("padding in training must be on the right, not on the left")
-        check_size(hidden, "hidden")
         output = HeadOutput(
             step=frame.step,
             index=index,
@@ -264,6 +258,5 @@ class TrainingRound:
             raise ProtocolError("a step ended before all its gradients were received")
         self._step += 1
         self.answered = self.returned = self._rows = self._targets = 0
-        self._announced = (0, 0)
         self._shapes.clear()
         return StepEnd(frame.step, float(norm))  # type: ignore[arg-type]

@@ -52,8 +52,7 @@ from finetuning.model.gguf_file import GGUFError, read_header
 from split.protocol.errors import FrameError, HandshakeError, ProtocolError, printable
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.handshake import ClientHandshake, ServerHandshake
-from split.protocol.key_schedule import authenticate, derive
-from split.protocol.keys import ServerKeys, key_identifier, wrap
+from split.protocol.keys import ServerKeys, authenticate, derive, key_identifier, wrap
 from split.protocol.payload import Outgoing
 from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener
 from split.protocol.tickets import Identity, TicketBook

@@ -74,20 +74,20 @@ def test_no_sequence_of_frames_exceeds_the_limits(steps):
         elif isinstance(event, Frame):
             assert room and not in_flight
             cached = room = 0
-        elif isinstance(event, ForwardPass):
-            rows, columns = event.hidden.shape[:2]
-            assert rows * (prefix + columns) <= LONGEST and not room
         elif isinstance(event, Prompts):
             rows, columns = event.hidden.shape[:2]
             cached, room, texts = rows * (prefix + columns), event.tokens, (rows, 1)
             last = columns
+        elif isinstance(event, ForwardPass):
+            rows, columns = event.hidden.shape[:2]
+            assert rows * (prefix + columns) <= LONGEST and not room
         elif isinstance(event, CachedExtension):
             rows, columns = event.hidden.shape[:2]
             cached = cached * max(event.endings, 1) + rows * (columns - event.drop)
             assert event.drop < last
             last, texts = columns, (texts[0], texts[1] + 1)
             assert not in_flight
-        in_flight += isinstance(event, ForwardPass | Prompts | CachedExtension)
+        in_flight += isinstance(event, ForwardPass | CachedExtension)
         assert in_flight <= WINDOW
         assert cached <= room <= MAX_CACHED_TOKENS
         if answered and in_flight:

@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.handshake import _agree
-from split.protocol.key_schedule import authenticate
-from split.protocol.keys import ServerKeys, wrap
+from split.protocol.keys import ServerKeys, authenticate, wrap
 
 FILE = Path(__file__).parent / "vectors" / "known_answers.json"
 SECRET, CONTEXT = bytes(range(32)), b"what comes before it"
