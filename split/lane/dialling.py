@@ -18,10 +18,10 @@ from split.lane.stream import Stream, wire_bytes
 from split.lane.transport import (
     HANDSHAKE_SECONDS,
     METHOD,
+    REFUSED,
     SERVICE,
     channel_options,
     lane_error,
-    refusal_of,
     status_of,
     time_limit,
 )
@@ -77,27 +77,14 @@ def open_lane(
         replace_after_bytes=replace_after_bytes,
     )
     dialler = _Dialler(lane, invitation, deadline, retry_seconds)
-    connection = dialler.dial(patience, deadline if busy_until is None else busy_until)
-    _attach(lane, connection)
+    stream, records = dialler.dial(patience, deadline if busy_until is None else busy_until)
     threading.Thread(
         target=dialler.keep_open,
-        args=(connection, resume_timeout),
+        args=(stream, records, resume_timeout),
         name=f"lane {invitation.identity.node}",
         daemon=True,
     ).start()
     return lane
-
-
-@dataclass(frozen=True)
-class _Connection:
-    """A stream that the server has confirmed, its arriving records, and the messages to send.
-
-    One of gRPC's threads sends the messages of each iterator in ``outgoing``; None ends the stream.
-    """
-
-    stream: Stream
-    records: Iterable[bytes]
-    outgoing: SimpleQueue[Iterator[bytes] | None]
 
 
 @dataclass
@@ -109,7 +96,7 @@ class _Dialler:
     deadline: float
     retry_seconds: float
 
-    def keep_open(self, connection: _Connection, resume_timeout: float) -> None:
+    def keep_open(self, stream: Stream, records: Iterable[bytes], resume_timeout: float) -> None:
         """Read the streams, and replace each one that was cut, until the lane ends."""
         lane = self.lane
         over = LaneDeadlineError("the lane's deadline has passed (round-timeout)")
@@ -117,34 +104,34 @@ class _Dialler:
         with time_limit(max(0.0, self.deadline - time.monotonic()), partial(lane.fail, over)):
             while True:
                 opened = time.monotonic()
-                lane.read(connection.stream, connection.records)
-                connection.stream.release()
-                if lane.ended:
+                lane.read(stream, records)
+                stream.release()
+                if lane.wait_ended(0.0):
                     return
                 if time.monotonic() >= self.deadline - self.retry_seconds:
                     return lane.fail(over)
                 # The server has confirmed this stream, so its resumption ticket is valid.
-                self.invitation = replace(self.invitation, ticket=connection.stream.resumption)
+                self.invitation = replace(self.invitation, ticket=stream.resumption)
                 _LOG.warning("%r was cut; opening another stream", lane)
-                if connection.stream.used_bytes < lane.replace_after_bytes:
+                if stream.used_bytes < lane.replace_after_bytes:
                     lane.wait_ended(opened + self.retry_seconds - time.monotonic())
                 try:
-                    connection = self.dial(resume_timeout)
+                    stream, records = self.dial(resume_timeout)
                 except Exception as error:
                     words = f"the lane was cut, and could not be resumed: {lane_error(error)}"
                     return lane.fail(LaneCutError(words))
-                _attach(lane, connection)
 
-    def dial(self, patience: float, busy_until: float = 0.0) -> _Connection:
-        """Open a stream; after a failure, retry unless the lane has ended.
+    def dial(self, patience: float, busy_until: float = 0.0) -> tuple[Stream, Iterable[bytes]]:
+        """Continue the lane over a new stream; after a failure, retry unless the lane has ended.
 
-        Raise the last error after ``patience`` seconds, counted from the call or, if the server was
-        busy, from its last such answer before ``busy_until``.
+        Return the stream and the iterator over its arriving records. Raise the last error after
+        ``patience`` seconds, counted from the call or, if the server was busy, from its last such
+        answer before ``busy_until``.
         """
         until = min(self.deadline, time.monotonic() + patience)
         while True:
             try:
-                return _dial(self.invitation, self.lane.limits, self.deadline)
+                return _dial(self.lane, self.invitation, self.deadline)
             except LaneError as error:
                 now = time.monotonic()
                 if isinstance(error, LaneBusyError) and now + self.retry_seconds <= busy_until:
@@ -156,17 +143,8 @@ class _Dialler:
                 self.lane.check()
 
 
-def _attach(lane: Lane, connection: _Connection) -> None:
-    # No frames arrive between detach and attach, because the previous stream has ended.
-    received = lane.detach("another stream follows")
-    confirmation = connection.stream.confirm(received)
-    lane.attach(connection.stream)
-    connection.outgoing.put(chain([confirmation], lane.messages(connection.stream)))
-    connection.outgoing.put(None)
-
-
-def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connection:
-    """Open a stream: connect, do the handshake, and wait for the server's confirmation."""
+def _dial(lane: Lane, invitation: Invitation, deadline: float) -> tuple[Stream, Iterable[bytes]]:
+    """Connect, do the handshake, and continue the lane when the server has confirmed the stream."""
     handshake = ClientHandshake(
         ticket=invitation.ticket,
         identity=invitation.identity,
@@ -179,6 +157,7 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
         raise LaneTimeoutError("the lane's deadline had passed before the lane was opened")
     address = invitation.address
     channel = grpc.insecure_channel(address, options=channel_options(address))
+    # One of gRPC's threads sends the messages of each iterator; None ends the stream.
     outgoing: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
     outgoing.put(iter([hello]))
     method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
@@ -197,7 +176,7 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
             finished, secrets = handshake.finish(answer)
             outgoing.put(iter([finished]))
             carried = (wire_bytes(hello) + wire_bytes(finished), wire_bytes(answer))
-            stream = Stream(secrets, limits, is_client=True, carried=carried, release=release)
+            stream = Stream(secrets, lane.limits, is_client=True, carried=carried, release=release)
             stream.open_confirmation(next(call))
         except StopIteration:
             words = f"the block server at {address} ended the handshake"
@@ -206,14 +185,22 @@ def _dial(invitation: Invitation, limits: Limits, deadline: float) -> _Connectio
             # Omit gRPC's message, which is long and does not mention the relevant settings.
             raise _handshake_error(error, address, timer.is_alive()) from None
         on_failure.pop_all()
-        return _Connection(stream, records=call, outgoing=outgoing)
+    # No frames arrive between detach and attach, because the previous stream has ended.
+    confirmation = stream.confirm(lane.detach("another stream follows"))
+    lane.attach(stream)
+    outgoing.put(chain([confirmation], lane.messages(stream)))
+    outgoing.put(None)
+    return stream, call
 
 
 def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneError:
-    refusal = refusal_of(error)
-    if refusal is not None:
-        return refused(refusal)
-    code, _ = status_of(error)
+    """Return the error for a status, which anyone on the network may have sent."""
+    code, details = status_of(error)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return refused(Refusal.BUSY)
+    reason = details.removeprefix(REFUSED)
+    if reason != details and reason in list(Refusal):
+        return refused(Refusal(reason))
     if not in_time or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LaneTimeoutError(f"the block server at {address} did not answer")
     if code is grpc.StatusCode.CANCELLED:

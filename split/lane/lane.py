@@ -10,6 +10,7 @@ time, or after too many cuts.
 
 import copy
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -18,7 +19,6 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from split.lane.lifetime import Lifetime
 from split.lane.stream import Stream, Traffic
 from split.lane.transport import CLOSE_SECONDS, MAX_STREAMS, lane_error
 from split.protocol.delivery import Delivery
@@ -47,13 +47,9 @@ _FRAMES_AHEAD = 16  # maximum number of frames that wait for ``receive``, whatev
 class Lane:
     """One end of a lane. Its methods may be called from any thread.
 
-    Args:
-        identity: Run, round and client, verified by both ends.
-        limits: Limits on frames, and on the queue of frames to the other end.
-        is_client: Whether this is the client's end.
-        resume_timeout: Seconds within which a cut stream must be replaced.
-        max_streams: Maximum number of streams, one after another.
-        replace_after_bytes: A client replaces a stream after this many bytes in one direction.
+    The lane ends if a cut stream is not replaced within ``resume_timeout`` seconds, or after
+    ``max_streams`` streams. A client replaces a stream after ``replace_after_bytes`` bytes in one
+    direction.
     """
 
     def __init__(
@@ -69,34 +65,25 @@ class Lane:
         self.limits = limits
         self.replace_after_bytes = replace_after_bytes
         self.opened = 0  # number of streams opened so far
+        self.ended_at = math.inf  # time at which the lane ended, on ``time.monotonic``'s clock
         self.over = threading.Event()  # set when the lane and its last stream have ended
         self._is_client = is_client
         self._max_streams = max_streams
-        lock = threading.RLock()  # guards all attributes below
-        self._changed = threading.Condition(lock)  # a frame has arrived, or the state has changed
-        self._to_send = threading.Condition(lock)  # a frame was queued
-        self._room = threading.Condition(lock)  # a frame was sent, or returned by ``receive``
+        self._changed = threading.Condition()  # guards all attributes below
         self._delivery = Delivery()
         self._inbox: deque[tuple[Frame, int]] = deque()  # frames for ``receive``, and their sizes
-        self._life = Lifetime(resume_timeout)
+        self._error: LaneError | None = None  # error that ended the lane; None while it is open
+        self._close_reason: str | None = None  # error message for the other end; None for CLOSE
+        self._resume_timeout = resume_timeout
+        self._cut: LaneError = LaneCutError("no stream has been opened yet")
+        self._resume_by = time.monotonic() + resume_timeout  # time limit for replacing a cut stream
+        self._closing: threading.Timer | None = None  # time limit for sending the last frames
         self._stream: Stream | None = None
         self._before = Traffic()  # traffic of the streams that were replaced
         self._seconds_waiting = 0.0
 
     def __repr__(self) -> str:
         return f"Lane({self.identity})"
-
-    @property
-    def ended(self) -> bool:
-        """Whether the lane has ended for any reason."""
-        with self._changed:
-            self._expire()
-            return self._life.error is not None
-
-    @property
-    def ended_at(self) -> float:
-        """Time at which the lane ended, on ``time.monotonic``'s clock; infinity until then."""
-        return self._life.ended_at
 
     @property
     def traffic(self) -> Traffic:
@@ -109,8 +96,8 @@ class Lane:
         """Raise the lane's error if the lane has ended."""
         with self._changed:
             self._expire()
-            if self._life.error is not None:
-                raise copy.copy(self._life.error)  # a copy, because raising adds a traceback
+            if self._error is not None:
+                raise copy.copy(self._error)  # a copy, because raising adds a traceback
 
     def send(
         self,
@@ -143,7 +130,7 @@ class Lane:
         outgoing = Outgoing(frame, self.limits)
         with self._changed:
             if self._is_client:
-                self._room.wait_for(self._may_queue)
+                self._changed.wait_for(self._may_queue)
             self.check()
             self._delivery.add(outgoing)
             kept = self._delivery.kept_bytes
@@ -156,7 +143,7 @@ class Lane:
                     "the client has left too many frames unacknowledged",
                 )
                 self.check()
-            self._to_send.notify()
+            self._changed.notify_all()
 
     def receive(self, timeout: float) -> Frame:
         """Return the next frame, after waiting for at most ``timeout`` seconds.
@@ -169,13 +156,13 @@ class Lane:
         started = time.perf_counter()
         end = time.monotonic() + timeout
         with self._changed:
-            while not self._inbox and self._life.error is None and time.monotonic() < end:
-                until = end if self._stream is not None else min(end, self._life.resume_by)
+            while not self._inbox and self._error is None and time.monotonic() < end:
+                until = end if self._stream is not None else min(end, self._resume_by)
                 self._changed.wait(max(0.0, until - time.monotonic()))
                 self._expire()
             self._seconds_waiting += time.perf_counter() - started
             if self._inbox:
-                self._room.notify_all()
+                self._changed.notify_all()
                 return self._inbox.popleft()[0]
             self.check()
         raise LaneTimeoutError(f"the other side sent nothing for {timeout:.1f} s")
@@ -203,7 +190,7 @@ class Lane:
     def wait_ended(self, timeout: float) -> bool:
         """Wait until the lane ends or the timeout expires; return whether the lane has ended."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._life.error is not None, timeout)
+            return self._changed.wait_for(lambda: self._error is not None, timeout)
 
     # Only the modules that open streams call the following methods.
 
@@ -229,8 +216,8 @@ class Lane:
             self._expire()
             self._stream = stream
             self.opened += 1
-            if self._life.error is not None:
-                self._life.release_later(stream)
+            if self._error is not None:
+                self._release_later(stream)
             elif self.opened > self._max_streams:
                 message = f"the lane was cut {self._max_streams} times"
                 self._end(LaneError(message), message)
@@ -239,7 +226,7 @@ class Lane:
                     self._delivery.restart(stream.opener.acknowledged)
                 except FrameError as error:
                     self._end(error, str(error))
-            self._wake()
+            self._changed.notify_all()
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
         """Yield the records to send over a stream until it is replaced or the lane has ended."""
@@ -256,7 +243,7 @@ class Lane:
         with self._changed:
             if self._stream is not stream:
                 return
-            message, received = self._life.close_reason, self._delivery.received
+            message, received = self._close_reason, self._delivery.received
         last = Frame(Kind.CLOSE)
         if message is not None:
             last = Frame(Kind.ERROR, fields={"message": printable(message)})
@@ -271,23 +258,23 @@ class Lane:
         try:
             for message in messages:
                 with self._changed:
-                    present, ended = self._stream is stream, self._life.error is not None
+                    present, ended = self._stream is stream, self._error is not None
                 if not present:
                     return
                 if not ended:
                     self._open(stream, message)
                 if self._is_client and stream.used_bytes >= self.replace_after_bytes:
                     raise LaneCutError("the stream has reached its maximum number of bytes")
-            where = "within a frame" if stream.opener.mid_frame else "before it was closed"
+            where = "within a frame" if stream.opener.partial else "before it was closed"
             raise LaneCutError(f"the lane was cut {where}")
         except Exception as error:
             with self._changed:
                 if self._stream is stream:
                     self._lose_stream(lane_error(error))
         finally:
-            stream.opener.drop()
+            stream.opener.partial = None  # no more records will arrive
             with self._changed:
-                if self._life.error is not None and self._stream in (stream, None):
+                if self._error is not None and self._stream in (stream, None):
                     self._finish()
 
     def _open(self, stream: Stream, record: bytes) -> None:
@@ -295,7 +282,7 @@ class Lane:
         try:
             frame = stream.open(record)
             with self._changed:
-                if self._stream is stream and self._life.error is None:
+                if self._stream is stream and self._error is None:
                     self._take(stream, frame)
         except AlteredRecordError:
             raise  # `read` treats it like a cut
@@ -308,34 +295,32 @@ class Lane:
         """Process the acknowledgement in a record, and add a completed frame to the inbox."""
         self._delivery.acknowledge(stream.opener.acknowledged)
         if frame is None:
-            return None
+            return
         if frame.kind is Kind.CLOSE:
-            return self._end(LaneClosedError("the other side has closed the lane"))
-        if frame.kind is Kind.ERROR:
+            self._end(LaneClosedError("the other side has closed the lane"))
+        elif frame.kind is Kind.ERROR:
             message = printable(str(frame.fields.get("message")))
-            return self._end(PeerError(f"the other side gave up: {message}"))
-        if frame.kind is Kind.CONFIRM:
+            self._end(PeerError(f"the other side gave up: {message}"))
+        elif frame.kind is Kind.CONFIRM:
             raise FrameError("received a second CONFIRM")
         size = frame.memory_bytes(stream.opener.frame_bytes)
-        while self._life.error is None and self._stream is stream:
+        while self._error is None and self._stream is stream:
             if self._has_room(size):
                 self._inbox.append((frame, size))
                 self._delivery.received += 1
                 self._changed.notify_all()
                 break
-            self._room.wait()
-        return None
+            self._changed.wait()
 
     def _next(self, stream: Stream) -> Outgoing | None:
         """Wait for the next frame to send over a stream; return None after the last one."""
         with self._changed:
             while self._stream is stream:
                 outgoing = self._delivery.next()
-                if outgoing is not None or self._life.error is not None:
-                    if self._is_client:
-                        self._room.notify_all()
+                if outgoing is not None or self._error is not None:
+                    self._changed.notify_all()  # ``send`` may queue another frame
                     return outgoing
-                self._to_send.wait()
+                self._changed.wait()
         return None
 
     def _has_room(self, size: int) -> bool:
@@ -346,27 +331,26 @@ class Lane:
 
     def _may_queue(self) -> bool:
         fits = self._delivery.unsent_bytes <= self.limits.queue_bytes
-        return fits or self._stream is None or self._life.error is not None
+        return fits or self._stream is None or self._error is not None
 
     def _expire(self) -> None:
         """End the lane if a cut stream was not replaced in time."""
-        if self._life.error is None and self._stream is None:
-            error = self._life.not_resumed()
-            if error is not None:
-                self._end(error, "the lane was not resumed within split.resume-timeout")
-
-    def _wake(self) -> None:
-        for condition in (self._changed, self._to_send, self._room):
-            condition.notify_all()
+        if self._stream is None and time.monotonic() >= self._resume_by:
+            error = LaneCutError(
+                f"{self._cut}; the lane was not resumed within {self._resume_timeout:g} s "
+                "(split.resume-timeout)"
+            )
+            self._end(error, "the lane was not resumed within split.resume-timeout")
 
     def _lose_stream(self, cut: LaneError) -> None:
         if self._stream is not None:
             self._before += self._stream.traffic
             self._stream = None
-            self._life.cut(cut)
-            if self._life.error is None:
+            self._cut = copy.copy(cut)
+            self._resume_by = time.monotonic() + self._resume_timeout
+            if self._error is None:
                 _LOG.info("%r: %s", self, printable(str(cut)))
-        self._wake()
+        self._changed.notify_all()
 
     def _end(self, error: LaneError, message: str | None = None, flush: bool = False) -> None:
         """End the lane with an error that ``send`` and ``receive`` raise from now on.
@@ -374,21 +358,30 @@ class Lane:
         Further calls have no effect. Send the message to the other end, or ``CLOSE`` if it is None.
         If ``flush`` and there is no message, send queued frames first.
         """
-        if self._life.error is not None:
+        if self._error is not None:
             return
-        self._life.end(error, message)
+        # Copy the error, because its traceback references a stream, its keys and a record.
+        self._error, self._close_reason = copy.copy(error), message
+        self.ended_at = time.monotonic()
         if not flush or message is not None:
             self._delivery.drop_unsent()
         if self._stream is None:
             self._finish()
         else:
-            self._life.release_later(self._stream)
-        self._wake()
+            self._release_later(self._stream)
+        self._changed.notify_all()
         _LOG.info("%r ended: %s", self, printable(str(error)))
 
     def _finish(self) -> None:
         """Release the stream and all frames after the end of the lane."""
         self._lose_stream(LaneCutError("the lane has ended"))
         self._delivery.clear()
-        self._life.finish()
+        if self._closing is not None:
+            self._closing.cancel()
         self.over.set()
+
+    def _release_later(self, stream: Stream) -> None:
+        """Limit the time for sending the last frames over a stream."""
+        self._closing = threading.Timer(CLOSE_SECONDS, stream.release)
+        self._closing.daemon = True
+        self._closing.start()

@@ -15,9 +15,9 @@ from split.lane.stream import Stream, wire_bytes
 from split.lane.transport import (
     CLOSE_SECONDS,
     METHOD,
+    REFUSED,
     SERVICE,
     PeerLimits,
-    refusal_details,
     server_options,
 )
 from split.protocol.errors import FrameError, HandshakeError, LaneError, Refusal, refused
@@ -31,17 +31,10 @@ _LOG_SECONDS = 10.0
 
 
 class LaneServer:
-    """Server that listens for lanes.
+    """Server that listens for lanes. Port 0 in ``listen`` chooses a free port.
 
-    Args:
-        listen: Host and port; port 0 chooses a free port.
-        keys: The server's key pair.
-        limits: Limits on the frames of clients.
-        on_lane: Function that serves a lane, called in a separate thread for each lane. The lane is
-            closed when the function returns.
-        maximum_lanes: Maximum number of concurrent lanes.
-        resume_timeout: Seconds within which a client must replace a cut stream.
-        peers: Limits on streams and connections; None for the defaults.
+    Each lane is served by ``on_lane`` in a separate thread, and closed when the function returns. A
+    lane ends if its client does not replace a cut stream within ``resume_timeout`` seconds.
 
     Raise ``OSError`` if the server can't listen on the address.
     """
@@ -125,7 +118,7 @@ class LaneServer:
             code = grpc.StatusCode.UNAUTHENTICATED
             if error.refusal is Refusal.BUSY:
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            context.abort(code, refusal_details(error.refusal))
+            context.abort(code, f"{REFUSED}{error.refusal}")
         threading.Thread(
             target=lane.read,
             args=(stream, requests),

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import grpc
 
-from split.protocol.errors import FrameError, LaneCutError, LaneError, Refusal
+from split.protocol.errors import FrameError, LaneCutError, LaneError
 from split.protocol.records import MAX_RECORD_BYTES
 
 SERVICE = "chambers.Lane"
 METHOD = "Open"
-_REFUSED = "chambers: "
+REFUSED = "chambers: "  # precedes a ``Refusal`` in the details of a status, not encrypted
 # Time limit for a handshake, during which the peer is not authenticated.
 HANDSHAKE_SECONDS = 10.0
 # Time limit for a closed lane to send the remaining frames and to receive those of the other side.
@@ -75,23 +75,6 @@ def server_options(calls: int, peers: PeerLimits) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", silent),
         ("grpc.max_connection_idle_ms", silent),
     ]
-
-
-def refusal_details(refusal: Refusal) -> str:
-    """Return the status details for a refused handshake, which are sent unencrypted."""
-    return f"{_REFUSED}{refusal.value}"
-
-
-def refusal_of(error: grpc.RpcError) -> Refusal | None:
-    """Return the reason for a refused handshake; None if the status does not contain a reason.
-
-    The status is not authenticated: anyone on the network may have sent it.
-    """
-    code, details = status_of(error)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Refusal.BUSY
-    value = details.removeprefix(_REFUSED)
-    return Refusal(value) if value != details and value in list(Refusal) else None
 
 
 def lane_error(error: Exception) -> LaneError:

@@ -25,6 +25,7 @@ from split.protocol.payload import Description, read_description
 VERSION = 4
 RECORD_BYTES = 2**20  # maximum payload of a record
 TAG_BYTES = 16
+_NONCE_BYTES = 12
 _HEADER = struct.Struct(">BBBxIIIQQ")  # the version, and the fields of ``RecordHeader``
 HEADER_BYTES = _HEADER.size
 MAX_RECORD_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
@@ -83,7 +84,7 @@ class Sealer:
                 self._scratch = bytearray(size)
             scratch = memoryview(self._scratch)[:size]
             scratch[:HEADER_BYTES] = header
-            nonce = _nonce(self._counter)
+            nonce = self._counter.to_bytes(_NONCE_BYTES)
             self._counter += 1
             self._cipher.encrypt_into(nonce, piece, header, scratch[HEADER_BYTES:])
             record = bytes(scratch)  # gRPC requires bytes
@@ -98,16 +99,11 @@ class Opener:
         self._cipher = AESGCM(key)
         self._limits = limits
         self._counter = 0
-        self._partial: _Partial | None = None
+        self.partial: _Partial | None = None  # the last frame, while it is incomplete
         self.acknowledged = 0  # number of frames received by the other side, from the last header
         self.frame_bytes = 0  # payload size of the last record's frame
         self.seconds_crypto = 0.0
         self.seconds_serialisation = 0.0
-
-    @property
-    def mid_frame(self) -> bool:
-        """Whether the last frame is incomplete."""
-        return self._partial is not None
 
     def open(self, record: bytes) -> Frame | None:
         """Decrypt the next record; return the frame if the record completes it, otherwise None.
@@ -128,7 +124,7 @@ class Opener:
             # raises. Allocate no more memory than the record's size.
             self._decrypt(record, memoryview(bytearray(size)))
             raise
-        partial = self._partial
+        partial = self.partial
         if partial is None:
             # The header is not authenticated yet, so allocate memory for this record only.
             buffer = torch.empty(size, dtype=torch.uint8)
@@ -150,19 +146,15 @@ class Opener:
         self.acknowledged = header.acknowledged
         self.frame_bytes = header.total
         if not header.final:
-            self._partial = partial
+            self.partial = partial
             return None
-        self._partial = None
+        self.partial = None
         started = time.perf_counter()
         frame = payload.read(
             partial.description, partial.buffer, header.kind, header.step, header.micro_batch
         )
         self.seconds_serialisation += time.perf_counter() - started
         return frame
-
-    def drop(self) -> None:
-        """Discard an incomplete frame, because no more records will arrive."""
-        self._partial = None
 
     def _header(self, record: bytes, size: int) -> RecordHeader:
         """Parse a record's header and check that it is expected now."""
@@ -180,11 +172,11 @@ class Opener:
                 "repeated, moved or left out"
             )
         left = header.total
-        if self._partial is None:
+        if self.partial is None:
             self._limits.check_bytes(header.kind, header.total)
         else:
-            left -= self._partial.received
-            if header.frame != self._partial.header.frame:
+            left -= self.partial.received
+            if header.frame != self.partial.header.frame:
                 raise FrameError("a frame was interrupted by another one")
         if size != min(left, RECORD_BYTES) or header.final != (size == left):
             raise FrameError("a record's length or its final flag doesn't match its frame")
@@ -195,7 +187,7 @@ class Opener:
         started = time.perf_counter()
         try:
             self._cipher.decrypt_into(
-                _nonce(self._counter),
+                self._counter.to_bytes(_NONCE_BYTES),
                 memoryview(record)[HEADER_BYTES:],
                 memoryview(record)[:HEADER_BYTES],
                 target,
@@ -217,7 +209,3 @@ class _Partial:
     description: Description
     buffer: torch.Tensor  # buffer for the whole payload
     received: int
-
-
-def _nonce(counter: int) -> bytes:
-    return counter.to_bytes(12, "big")

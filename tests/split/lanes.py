@@ -14,7 +14,7 @@ import torch
 
 from split.lane.dialling import open_lane
 from split.lane.listening import LaneServer
-from split.lane.transport import METHOD, SERVICE, refusal_details
+from split.lane.transport import METHOD, REFUSED, SERVICE
 from split.protocol.errors import HandshakeError, LaneError, LaneTimeoutError
 from split.protocol.frames import Limits
 from split.protocol.keys import ServerKeys
@@ -149,7 +149,7 @@ class ForgedError(Exception):
     """Ends a stream with a refusal that the server has not sent."""
 
     def __init__(self, refusal):
-        super().__init__(refusal_details(refusal))
+        super().__init__(f"{REFUSED}{refusal}")
 
 
 class Relay:

@@ -144,7 +144,7 @@ def test_records_of_another_lane_or_direction_are_noticed():
 def test_a_frame_may_not_be_left_unfinished():
     sealer, opener = Sealer(UP), Opener(UP, LIMITS)
     assert opener.open(seal(sealer, large())[0]) is None
-    assert opener.mid_frame
+    assert opener.partial
     other = Sealer(UP)
     seal(other, step())
     with pytest.raises(FrameError, match="interrupted by another"):

@@ -216,9 +216,8 @@ def test_cutting_is_no_excuse_for_silence(base, beginning):
         client = Client("alpha", base, split)
         with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
             model.join(RoundPlan(3, 0, 3, 0), 16, time.monotonic() + 60)
-            while not model.lane.ended:
+            while not model.lane.wait_ended(0.3):
                 cut(model.lane)
-                time.sleep(0.3)
         (account,) = server.finish_lanes()
     assert "split.frame-timeout" in account.error and account.resumed > 1
 
