@@ -145,7 +145,7 @@ class Training:
 
     def accounts(self) -> list[dict[str, Any]]:
         """End the round, and return each client's traffic and times."""
-        list(self._threads.map(SplitModel.end, self._models))
+        list(self._threads.map(lambda model: model.end(), self._models))
         self._lanes.close()
         return [
             asdict(model.lane.traffic) | {"seconds_computing": course.computing}

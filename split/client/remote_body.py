@@ -38,7 +38,6 @@ class RemoteBody:
 
     def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int) -> None:
         """Begin a round of training; see `SplitModel.join`."""
-        self._step = 0
         self._average_every, self._until = average_every, deadline
         self._lane.send(
             Kind.JOIN,
@@ -166,10 +165,10 @@ class RemoteBody:
         """Tell the server to free the cached keys and values of the current texts."""
         self._lane.send(Kind.STEP)
 
-    def end(self, until: float | None) -> None:
+    def end(self, until: float | None = None) -> None:
         """End the round or the evaluation, wait for the server's confirmation, and close the lane.
 
-        ``SplitModel.end`` describes ``until``.
+        ``until`` is a time on ``time.monotonic``'s clock; None to wait for ``frame_timeout``.
         """
         self._lane.send(Kind.END)
         self._receive(Kind.END, until=until)

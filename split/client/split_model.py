@@ -20,7 +20,7 @@ from finetuning.randomness import derive_seed, drawing_from
 from finetuning.training.optimization import squared_norm
 from split.client.remote_body import RemoteBody
 from split.lane.lane import Lane
-from split.model.generation import Generation, hidden_of_candidates
+from split.model.generation import generate, hidden_of_candidates
 from split.model.part import Part, propagate
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import RoundPlan
@@ -29,14 +29,9 @@ from split.protocol.training import RoundPlan
 class SplitModel:
     """A model with its head and tail in this process, and its body at the other end of a lane.
 
-    Args:
-        head: Embedding and first blocks, with its adapter.
-        tail: Last blocks, norm and output head, with its adapter.
-        lane: Lane to the block server. The caller that opened it must close it.
-        frame_timeout: Seconds to wait for the server's next frame.
-        deadline: Time at which to stop waiting for activation budget at the server, on
-            ``time.monotonic``'s clock; None to stop after ``frame_timeout``.
-        noise: Standard deviation of the noise on hidden states; see `connect`.
+    The caller that opened the lane must close it. The model waits ``frame_timeout`` seconds for the
+    server's next frame, and for activation budget until ``deadline`` on ``time.monotonic``'s clock
+    (None: ``frame_timeout``). `connect` describes ``noise``.
     """
 
     def __init__(
@@ -53,6 +48,7 @@ class SplitModel:
         self._output_head = tail.output_head
         self.lane = lane
         self._body = RemoteBody(lane, frame_timeout, deadline, noise)
+        self.end = self._body.end
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -165,8 +161,15 @@ class SplitModel:
     ) -> torch.Tensor:
         """Generate continuations of prompts; see ``WholeModel.generate``."""
         self._set_up(training=False)
-        generation = Generation(self._head, self._tail, self._body.exchange)
-        output: torch.Tensor = generation.run(tokens, mask, new_tokens, **settings)
+        output: torch.Tensor = generate(
+            head=self._head,
+            tail=self._tail,
+            exchange=self._body.exchange,
+            tokens=tokens,
+            mask=mask,
+            new_tokens=new_tokens,
+            **settings,
+        )
         self._body.end_exchanges()
         return output.cpu()
 
@@ -180,14 +183,6 @@ class SplitModel:
         self._body.end_exchanges()
         chosen = hidden[batch.positions.to(hidden.device)]
         return target_log_probabilities(self._output_head, chosen, batch.labels)
-
-    def end(self, until: float | None = None) -> None:
-        """End the round or the evaluation, and close the lane after the server's confirmation.
-
-        ``until`` is a time on ``time.monotonic``'s clock; None to wait for ``frame_timeout``. Raise
-        a LaneError if the lane has ended, or the confirmation did not arrive in time.
-        """
-        self._body.end(until)
 
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):

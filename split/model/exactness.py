@@ -19,7 +19,7 @@ from finetuning.model.fingerprint import config_digest
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters
-from split.model.generation import Generation
+from split.model.generation import generate
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
 from split.model.miniature import miniature
@@ -185,8 +185,15 @@ class _TestModels:
             expected = whole.generate(
                 input_ids=tokens, attention_mask=mask, max_new_tokens=_NEW_TOKENS, **settings
             )
-            generation = Generation(parts["head"], parts["tail"], exchange)
-            found = generation.run(tokens, mask, _NEW_TOKENS, **settings)
+            found = generate(
+                head=parts["head"],
+                tail=parts["tail"],
+                exchange=exchange,
+                tokens=tokens,
+                mask=mask,
+                new_tokens=_NEW_TOKENS,
+                **settings,
+            )
         except Exception as error:  # unsupported architectures can raise any exception
             return f"the {what} can't be compared: {type(error).__name__}: {error}"
         if not torch.equal(found.sequences, expected.sequences):

@@ -17,74 +17,63 @@ from split.protocol.frames import Padding, Value
 Exchange = Callable[[int, torch.Tensor, torch.Tensor, dict[str, Value]], torch.Tensor]
 
 
-class Generation:
-    """Text generation for one batch of prompts, whose hidden states pass through the body."""
+def generate(
+    head: Part,
+    tail: Part,
+    exchange: Exchange,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    new_tokens: int,
+    **settings: Any,
+) -> Any:
+    """Run ``generate`` of the checkpoint's model class on the three parts and the output head.
 
-    def __init__(self, head: Part, tail: Part, exchange: Exchange) -> None:
-        self._head = head
-        self._tail = tail
-        self._exchange = exchange
-        self._parts: tuple[KeyValues, KeyValues]
-        self._cache = _Positions()
-        self._sent = 0
+    Its logits processors, sampling, stopping criteria and drafts apply. See ``WholeModel.generate``
+    for ``tokens``, ``mask``, ``new_tokens`` and ``settings``. Return prompts and answers, (rows,
+    columns + new tokens), or what ``settings`` request.
+    """
+    prompt_columns = mask.shape[1]
+    padding_of_prompts = prompt_columns - mask.sum(dim=1).cpu()
+    # The last draft may exceed the text's maximum length.
+    most = prompt_columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
+    positions = _Positions()
+    parts: list[KeyValues] = []  # caches of the head and the tail
+    sent = 0
 
-    def run(
-        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
-    ) -> Any:
-        """Run ``generate`` of the checkpoint's model class on the three parts and the output head.
+    def compute(ids: torch.Tensor, _: None, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Extend the caches; return the output of the last block and norm, and the positions.
 
-        Its logits processors, sampling, stopping criteria and drafts apply. See
-        ``WholeModel.generate`` for the arguments. Return prompts and answers, (rows, columns + new
-        tokens), or what ``settings`` request.
+        ``ids``, (rows, columns), are the prompts or the next tokens of each row. Drafted tokens may
+        follow; those that ``generate`` has rejected are dropped from all caches.
         """
-        columns = mask.shape[1]
-        padding = columns - mask.sum(dim=1).cpu()
-        # The last draft may exceed the text's maximum length.
-        most = columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
-
-        def compute(ids: torch.Tensor, _: None, cache: Any) -> tuple[torch.Tensor, Any]:
-            # Some architectures drop the cache and recompute a text that exceeds the length they
-            # were trained on. This counts as a new generation.
-            begins = cache is not self._cache
-            return self._forward(ids, padding, most, begins), self._cache
-
-        device = self._tail.device
-        return output_head(self._tail.model, compute).generate(
-            input_ids=tokens.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=new_tokens,
-            **settings,
-        )
-
-    def _forward(
-        self, tokens: torch.Tensor, padding: torch.Tensor, most: int, begins: bool
-    ) -> torch.Tensor:
-        """Extend the caches; return (rows, columns, hidden), the output of the last block and norm.
-
-        ``tokens``, (rows, columns), are the prompts if the generation ``begins``, else the next
-        tokens of each row. Drafted tokens may follow them; those that ``generate`` has rejected are
-        dropped from all caches. ``padding`` is the number of padding columns before each prompt,
-        (prompts,), and ``most`` the maximum number of columns of the texts and drafts.
-        """
-        rows, columns = tokens.shape
+        nonlocal sent
+        rows, columns = ids.shape
         # The rows of several texts that continue the same prompt are adjacent.
-        padding = padding.repeat_interleave(rows // len(padding))
+        padding = padding_of_prompts.repeat_interleave(rows // len(padding_of_prompts))
         fields: dict[str, Value] = {"side": "left"}
         lengths = torch.full_like(padding, columns)
         drop = 0
-        if begins:
+        # Some architectures drop the cache and recompute a text that exceeds the length they were
+        # trained on. This counts as a new generation.
+        if cache is not positions:
             lengths -= padding
             left = Padding("left", lengths)
-            self._parts = KeyValues(self._head, left, columns), KeyValues(self._tail, left, columns)
-            self._sent = 0
+            parts[:] = KeyValues(head, left, columns), KeyValues(tail, left, columns)
+            sent = 0
             fields["new_tokens"] = most - columns
-        elif drop := self._parts[0].length - self._cache.length:
+        elif drop := parts[0].length - positions.length:
             fields["drop"] = drop
-        head, tail = self._parts
-        hidden = self._exchange(self._sent, head.extend(tokens, drop), lengths, fields)
-        self._sent += 1
-        self._cache.length = head.length
-        return tail.extend(hidden, drop)
+        hidden = exchange(sent, parts[0].extend(ids, drop), lengths, fields)
+        sent += 1
+        positions.length = parts[0].length
+        return parts[1].extend(hidden, drop), positions
+
+    return output_head(tail.model, compute).generate(
+        input_ids=tokens.to(tail.device),
+        attention_mask=mask.to(tail.device),
+        max_new_tokens=new_tokens,
+        **settings,
+    )
 
 
 class _Positions(DynamicCache):  # type: ignore[misc]  # transformers has no types
