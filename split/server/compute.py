@@ -35,7 +35,6 @@ class JobOwner(Protocol):
 
     def failed(self, error: BaseException) -> None:
         """Handle an exception that a job raised."""
-        ...
 
 
 @dataclass(eq=False)

@@ -68,13 +68,15 @@ class TrainingSession(Session):
         handlers: dict[type, Callable[[Any], None]] = {
             HeadOutput: trainer.forward,
             OutputGradient: trainer.backward,
-            StepEnd: self._end_step,
+            StepEnd: trainer.step,
             Frame: self._average,
         }
         finished = False
         try:
             self.lane.send(Kind.WELCOME, fields={"credits": self._round.credits})
             while (event := self._round.receive(self.receive())) is not None:
+                if isinstance(event, StepEnd):
+                    self._kept_in_step = 0.0
                 handlers[type(event)](event)
             self._settle()
             if super().waits():
@@ -102,11 +104,6 @@ class TrainingSession(Session):
     def holds(self) -> bool:
         """Return whether activations stay in memory until the client's next frames arrive."""
         return self._trainer is not None and self._trainer.holds()
-
-    def _end_step(self, end: StepEnd) -> None:
-        self._kept_in_step = 0.0
-        assert self._trainer is not None
-        self._trainer.step(end)
 
     def _average(self, request: Frame) -> None:
         self._settle()

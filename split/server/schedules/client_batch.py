@@ -1,30 +1,30 @@
 """Schedule that stacks the micro-batches of all clients (FL-GLM section 3.3, figure 3)."""
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 
 from finetuning.adapters.adapter import State
-from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
+from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
 from split.server.schedules.join_barrier import JoinBarrier
-from split.server.schedules.shared_adapters import SharedAdapters
+from split.server.schedules.serial import SharedAdapters
 from split.server.session import Session
+from split.server.stacked_micro_batch import Member
 from split.server.stacked_round import StackedRound
 from split.settings import SplitSettings
 
 
-@dataclass(frozen=True)
 class StackedTrainer:
     """Trains a client together with others; has the methods of ``SeparateTrainer``."""
 
-    forward: Callable[[HeadOutput], None]
-    backward: Callable[[OutputGradient], None]
-    step: Callable[[StepEnd], None]
-    waits: Callable[[], bool]
-    leave: Callable[[], None]
+    def __init__(self, stacked: StackedRound, member: Member) -> None:
+        self.forward = partial(stacked.forward, member)
+        self.backward = partial(stacked.backward, member)
+        self.step = partial(stacked.step, member)
+        self.waits = partial(stacked.waits, member)
+        self.leave = partial(stacked.remove, member)
 
     def holds(self) -> bool:
         """Return False, because the round itself ends the lanes of late members."""
@@ -42,6 +42,7 @@ class ClientBatch(SharedAdapters):
         self._split = split
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
+        self.mark_absent = self._barrier.mark_absent
         self._round: StackedRound
 
     def begin_round(
@@ -69,18 +70,7 @@ class ClientBatch(SharedAdapters):
             except RuntimeError:
                 self._round.remove(member)
                 raise
-        return StackedTrainer(
-            forward=partial(self._round.forward, member),
-            backward=partial(self._round.backward, member),
-            step=partial(self._round.step, member),
-            waits=partial(self._round.waits, member),
-            leave=partial(self._round.remove, member),
-        )
-
-    def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client that will not join."""
-        with self._changed:
-            self._barrier.mark_absent(client)
+        return StackedTrainer(self._round, member)
 
     def leave(self, client: str, finished: bool) -> None:
         """Do nothing, because the client's trainer has already left the round."""

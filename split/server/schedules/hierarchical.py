@@ -5,6 +5,7 @@ only the adapters and the optimizer exist once per client.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -41,15 +42,15 @@ class Hierarchical:
         split: SplitSettings,
         minimum: int,
     ) -> None:
-        self._make_adapters = make_adapters
         self._compute = compute
         self._global = dict(state["body"])
         self._client_adapters = state["head"] | state["tail"]
         # The last adapters that all clients had in common, with which new ones are compared.
         self._common_body, self._common = self._global, self._client_adapters
-        self._scaled: dict[str, float] = {}
+        # The smallest factor of each client whose adapters were scaled down in the round.
+        self.scaled: dict[str, float] = {}
         self._average_every = split.average_every
-        self._adapters: dict[str, BodyAdapters] = {}
+        self._adapters: defaultdict[str, BodyAdapters] = defaultdict(make_adapters)
         self._weights: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
@@ -60,6 +61,7 @@ class Hierarchical:
         self._waits = WaitBudget()
         self._changed = threading.Condition()
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
+        self.mark_absent = self._barrier.mark_absent
 
     def begin_round(
         self, weights: Mapping[str, float], keep_optimizers: bool, seed: int, own: State | None
@@ -73,16 +75,15 @@ class Hierarchical:
             self._weights = dict(weights)
             self._keeps_optimizers = keep_optimizers
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
-            self._common_body, self._scaled = self._global, {}
+            self._common_body, self.scaled = self._global, {}
             if own is not None:
                 self._common = own
             self._waits = WaitBudget()
             self._barrier.begin(weights)
         for client in weights:
-            adapters = self._adapters_of(client)
-            adapters.load(self._global)
+            self._adapters[client].load(self._global)
             if not keep_optimizers:
-                adapters.load_optimizer({})
+                self._adapters[client].load_optimizer({})
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
         """Add a client. If adapters are averaged within the round, wait for all clients to join.
@@ -107,11 +108,6 @@ class Hierarchical:
         if self._keeps_optimizers:
             self._before[client] = self._adapters[client].export_optimizer()
         return SeparateTrainer(session, self._adapters[client], plan)
-
-    def mark_absent(self, client: str) -> None:
-        """Stop waiting for a client that will not join."""
-        with self._changed:
-            self._barrier.mark_absent(client)
 
     def leave(self, client: str, finished: bool) -> None:
         """Remove a client, and exclude it from averages that have not been computed yet.
@@ -166,11 +162,6 @@ class Hierarchical:
         self._global = self._mean(bodies, self._global)
         return self._global
 
-    @property
-    def scaled(self) -> dict[str, float]:
-        """The smallest factor of each client whose adapters were scaled down in the round."""
-        return dict(self._scaled)
-
     def export_optimizers(self) -> dict[str, State]:
         """Return the states of the optimizers by client."""
         return {name: adapters.export_optimizer() for name, adapters in self._adapters.items()}
@@ -178,13 +169,7 @@ class Hierarchical:
     def load_optimizers(self, states: Mapping[str, State]) -> None:
         """Restore the states of the clients' optimizers."""
         for client, state in states.items():
-            self._adapters_of(client).load_optimizer(state)
-
-    def _adapters_of(self, client: str) -> BodyAdapters:
-        """Return the adapters of a client; create them for a new client."""
-        if client not in self._adapters:
-            self._adapters[client] = self._make_adapters()
-        return self._adapters[client]
+            self._adapters[client].load_optimizer(state)
 
     def _hand_in(self, client: str, step: int, own: State) -> None:
         if not self._average_every or step != self._due[client] or step >= self._steps[client]:
@@ -238,6 +223,6 @@ class Hierarchical:
         for name in sorted(states):
             factor = factors[name]
             if factor < 1:
-                self._scaled[name] = min(factor, self._scaled.get(name, 1.0))
+                self.scaled[name] = min(factor, self.scaled.get(name, 1.0))
             mean.add(scaled(states[name], reference, factor), self._weights[name])
         return mean.result()

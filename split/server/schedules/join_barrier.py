@@ -29,8 +29,9 @@ class JoinBarrier:
 
     def mark_absent(self, client: str) -> None:
         """Stop waiting for a client; it may still join."""
-        self._awaited.discard(client)
-        self._changed.notify_all()
+        with self._changed:
+            self._awaited.discard(client)
+            self._changed.notify_all()
 
     def join(self, client: str) -> None:
         """Add a client; raise a RuntimeError if the round has begun without it."""
