@@ -91,7 +91,8 @@ def _party_of(name: str, partition: Partition) -> PartyName:
         # Remove the parts of the name that PEFT adds before and after the name of the module.
         module = re.sub(r"\.lora_.*", "", name)
         return "head" if stands_before_blocks(module.rpartition(".")[2]) else "tail"
-    party = partition.party_of(int(block[1]))
-    if party is None:
-        raise ValueError(f"{name} belongs to none of the model's {partition.blocks} blocks")
-    return party
+    for party in PARTIES:
+        if int(block[1]) in partition.range_of(party):
+            return party
+    # Extra prediction layers follow the last block.
+    raise ValueError(f"{name} belongs to none of the model's {partition.blocks} blocks")

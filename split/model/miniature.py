@@ -11,10 +11,8 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size", 32),
     (r"vocab_size(_per_layer_input)?", 64),
     (r"(q|kv)_lora_rank|v_head_dim|qk_head_dim", 16),
-    (
-        r"qk_(rope|nope)_head_dim|rotary_dim|hidden_size_per_layer_input|linear_(key|value)_head_dim",
-        8,
-    ),
+    (r"qk_(rope|nope)_head_dim|rotary_dim|hidden_size_per_layer_input", 8),
+    (r"linear_(key|value)_head_dim", 8),
     (r"(num|moe_num)_(local_)?experts|n_routed_experts|linear_num_value_heads", 4),
     (r"num_experts_per_tok|moe_k|top_k_experts|linear_num_key_heads", 2),
     (r"n_group|topk_group|n_shared_experts", 1),

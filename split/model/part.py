@@ -209,7 +209,9 @@ class Part:
             )
         except BaseModelError:
             # Creating the whole model's adapter has already rejected targets that match nothing.
-            if self._has_one_of(target_names(settings)):
+            paths = {path for path, _ in self.model.named_modules()} - set(self._placeholders)
+            names = target_names(settings)
+            if any(f".{path}".endswith(f".{name}") for path in paths for name in names):
                 raise
         self._find_adapted_layers()
         self.model.train(self.model.training)
@@ -225,10 +227,6 @@ class Part:
         return BlockPrefixes(
             self.model.config, settings.prefix_length, devices, settings.prefix_dropout
         )
-
-    def _has_one_of(self, names: Sequence[str]) -> bool:
-        paths = {path for path, _ in self.model.named_modules()} - set(self._placeholders)
-        return any(f".{path}".endswith(f".{name}") for path in paths for name in names)
 
     def _select(self, name: str | None) -> None:
         # Don't use PEFT's method: it freezes all other adapters of a layer, which loses the

@@ -53,10 +53,6 @@ class Partition:
             "tail": range(last, self.blocks),
         }[party]
 
-    def party_of(self, block: int) -> PartyName | None:
-        """Return the party of a block; None for extra prediction layers after the last block."""
-        return next((party for party in PARTIES if block in self.range_of(party)), None)
-
 
 class _NoPositions(nn.Identity):
     """Replaces learned position embeddings in the body and tail, because the head adds them."""
