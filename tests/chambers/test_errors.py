@@ -2,7 +2,7 @@
 
 import pytest
 
-import chambers.site.instructions  # noqa: F401 - another user may be unable to read the libraries
+import chambers.site.coordinator  # noqa: F401 - another user may be unable to read the libraries
 from tests.chambers.conftest import another_user, refused
 from tests.conftest import fill
 
@@ -13,8 +13,7 @@ from tests.conftest import fill
         ("status", "closed/run"),
         ("serve", "closed/run"),
         ("train", "data.path=closed/rows.jsonl"),
-        ("site", "key", "closed/node"),
-        ("site", "certificates", "closed"),
+        ("site", "coordinator", "localhost", "--folder", "closed"),
     ],
 )
 def test_a_folder_of_another_user(capsys, tmp_path, words):
@@ -25,11 +24,7 @@ def test_a_folder_of_another_user(capsys, tmp_path, words):
     assert str(closed) in reason and "Permission denied" in reason
 
 
-@pytest.mark.parametrize(
-    "words", [("key", "disk/node"), ("certificates", "disk", "--name", "localhost")]
-)
-def test_a_full_disk(capsys, small_disk, words):
+def test_a_full_disk(capsys, small_disk):
     fill(small_disk)
-    words = (word.replace("disk", str(small_disk)) for word in words)
-    reason = refused(capsys, "site", *words)
+    reason = refused(capsys, "site", "coordinator", "localhost", "--folder", str(small_disk))
     assert reason == f"no space is left on the disk of {small_disk}: free some space\n"
