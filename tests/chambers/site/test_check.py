@@ -332,7 +332,7 @@ def test_data_and_model(capsys, site, checkpoint, tmp_path):
 def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
     """An unreadable file fails only the check that reads it."""
     lines = len(at_institution(capsys, site, 1).splitlines())
-    for path in (tmp_path, *tmp_path.parents[:2]):
+    for path in (tmp_path, *tmp_path.parents[:3]):
         path.chmod(0o755)
     closed = tmp_path / "closed"
     closed.mkdir()
