@@ -21,6 +21,8 @@ from strategies.bounded_pull import LargeReplyError, check_size, pull
 
 # Polling interval for grids without a ``pull_interval``; Flower's simulation grid has one.
 _PULL_SECONDS = 3.0
+# Time to wait for a reply before polling the other clients.
+_PATIENCE_SECONDS = 5.0
 # Maximum number of attempts to push a message; each attempt uses different objects.
 _MAX_PUSHES = 3
 # Maximum number of unanswered messages in a simulation, which has at most 32 actors: Flower checks
@@ -40,14 +42,11 @@ class _Request:
 
 
 class Unanswered:
-    """The sent messages to which no reply has been pulled yet.
+    """The sent messages to which no reply has been pulled yet."""
 
-    ``patience_seconds`` is the time to wait for a reply before polling the other clients.
-    """
-
-    def __init__(self, grid: Grid, patience_seconds: float = 5.0) -> None:
+    def __init__(self, grid: Grid) -> None:
         self.requests: dict[str, _Request] = {}  # by message id
-        self._grid, self._seconds = grid, patience_seconds
+        self._grid = grid
         self._pulls: dict[str, Future[list[Message]]] = {}
 
     def poll(self) -> Iterator[Message]:
@@ -55,7 +54,7 @@ class Unanswered:
         pulls = self._pulls
         for identifier, request in list(self.requests.items()):
             if identifier not in pulls:
-                pulls[identifier] = _begin_pull(self._grid, identifier, request, self._seconds)
+                pulls[identifier] = _begin_pull(self._grid, identifier, request)
             if not pulls[identifier].done():
                 continue
             replies = pulls.pop(identifier).result()
@@ -146,9 +145,7 @@ def _push_all(
             )
 
 
-def _begin_pull(
-    grid: Grid, identifier: str, request: _Request, patience_seconds: float
-) -> Future[list[Message]]:
+def _begin_pull(grid: Grid, identifier: str, request: _Request) -> Future[list[Message]]:
     """Start to pull the reply to a request, and wait briefly for it.
 
     The SuperLink announces a reply before it has received all of its objects. Flower waits for the
@@ -165,7 +162,7 @@ def _begin_pull(
     if isinstance(grid, HttpGrid):
         thread = threading.Thread(target=run, name="reply", daemon=True)
         thread.start()
-        thread.join(patience_seconds)
+        thread.join(_PATIENCE_SECONDS)
     else:
         run()
     return future

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from federation.messages import CONFIG, IMPORTANCE, SIZE, Instruction, State, to_arrays
 from finetuning.adapters.robust_aggregation import ImportanceCap
 from finetuning.adapters.weighted_mean import WeightedMean
-from strategies.metrics import record_scaled
+from strategies.journal import record_scaled
 from strategies.participants import RefusedError, TooFewClientsError
 from strategies.replies import Replies
 from strategies.rounds import Rounds

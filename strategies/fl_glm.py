@@ -25,9 +25,9 @@ from split.model.partition import PartyName, partition_of
 from split.protocol.errors import printable
 from split.server.block_server import BlockServer
 from split.server.body import load_body, stages_of
-from strategies.journal import Journal, Progress
-from strategies.metrics import record_scaled, underscored
+from strategies.journal import Journal, Progress, record_scaled, underscored
 from strategies.participants import RefusedError
+from strategies.replies import Replies
 from strategies.rounds import Rounds
 
 
@@ -57,7 +57,6 @@ class FLGLM(Rounds):
         )
         self._server: BlockServer
         self._body: State = {}
-        self._bodies: dict[str, tuple[int, State | None]] = {}
         # For each client, why its training lane ended early in this round; empty if it didn't.
         self._ends: dict[str, str] = {}
 
@@ -91,13 +90,10 @@ class FLGLM(Rounds):
         With the serial schedule, each message must be sent before the next one is created.
         """
         messages = super().configure_train(server_round, arrays, config, grid)
-        asked = self._participants.asked
-        # With ``sample``, memory would grow with each draw; the run's folder has the others.
-        self._bodies = {name: own for name, own in self._bodies.items() if name in asked}
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
-        counted = self._counted(asked)
+        counted = self._counted(self._participants.asked)
         self._server.begin_round(counted, seed, from_arrays(arrays))
         self._ends = {}
         for message in messages:
@@ -110,7 +106,7 @@ class FLGLM(Rounds):
                 examples=client.train_examples,
             )
             # The client must not delete the head and tail that match this body, however old.
-            own = self._personalised_body(client.name)
+            own = self._journal.personalised(client.name)
             message.content[LANE] = lane_record(invitation, {"personalised": own[0]} if own else {})
             yield message
 
@@ -167,12 +163,6 @@ class FLGLM(Rounds):
         log(INFO, text, blocks.start, blocks.stop - 1, server.address, seconds)
         return server
 
-    def _order_seed(self, server_round: int) -> int | None:
-        split = self.config.split
-        if split.schedule != "serial" or split.order == "names":
-            return None
-        return derive_seed("order", self.config.seed, server_round)
-
     def _exchange(
         self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
     ) -> Iterator[Message]:
@@ -214,16 +204,9 @@ class FLGLM(Rounds):
             bodies["base"] = (0, None)
         if server_round > 0 or self.config.initial_adapter:
             bodies["global"] = (server_round, self._body)
-        if server_round > 0 and (own := self._personalised_body(client)):
-            bodies["personalised"] = own
+        if server_round > 0 and (own := self._journal.personalised(client)):
+            bodies["personalised"] = (own[0], take_apart(own[1], self._partition)["body"])
         return bodies
-
-    def _personalised_body(self, client: str) -> tuple[int, State | None] | None:
-        """Return the round and the body's part of a client's personalised adapter, or None."""
-        if client not in self._bodies and (kept := self._journal.personalised(client)):
-            number, state = kept
-            self._bodies[client] = (number, take_apart(state, self._partition)["body"])
-        return self._bodies.get(client)
 
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
         # A correct client replies only after the server has confirmed its last step.
@@ -237,10 +220,8 @@ class FLGLM(Rounds):
     def _whole(self, averaged: State) -> State:
         return join_adapters([averaged, self._body])
 
-    def _personalised(self, client: str, local: State) -> State:
-        body = self._server.state_of(client)
-        self._bodies[client] = (self.progress.finished_rounds + 1, body)
-        return join_adapters([local, body])
+    def _personalised(self, client: str, replies: Replies) -> State:
+        return join_adapters([replies.state(client), self._server.state_of(client)])
 
     def _average(self, weights: Mapping[str, int]) -> None:
         self._body = self._server.end_round(weights)

@@ -1,12 +1,26 @@
-"""The interface that a strategy uses to record a run; the ServerApp implements it with files."""
+"""How a strategy records a run: the journal, which the ServerApp implements, and its events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from flwr.common import log
+
+from federation.answers import MODELS
 from federation.messages import State
 from federation.run_folder import RunStatus
+from finetuning.adapters.robust_aggregation import MAX_DISTANCE
+
+What = Literal["update", "update at the server", "data size", "importance"]
+_FAR = f"is more than {MAX_DISTANCE:g} times as large as the other clients' median"
+_REASONS: dict[What, str] = {
+    "update": _FAR,
+    "update at the server": _FAR,
+    "data size": "exceeds the maximum share of a client (max-share)",
+    "importance": "is far above the typical values of all clients",
+}
 
 
 @dataclass(frozen=True)
@@ -50,3 +64,35 @@ class Journal(Protocol):
 
     def discard(self, round_number: int) -> None:
         """Delete the checkpoint of a round's unusable adapter if an earlier checkpoint exists."""
+
+
+def evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split metrics like ``global.loss`` into one event for each evaluated model."""
+    events = []
+    for model in MODELS:
+        prefix = f"{model}."
+        own = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+        if own:
+            events.append({**{underscored(k): v for k, v in own.items()}, "model": model})
+    return events
+
+
+def underscored(key: str) -> str:
+    """Return a key as it is spelled in ``metrics.jsonl``, with underscores."""
+    return key.replace("-", "_")
+
+
+def record_scaled(
+    journal: Journal, server_round: int, what: What, factors: Mapping[str, float]
+) -> None:
+    """Log and record each client whose contribution was scaled down, by a factor below 1."""
+    for name, factor in factors.items():
+        if factor < 1:
+            log(WARNING, "%s: its %s is scaled by %.2g: it %s", name, what, factor, _REASONS[what])
+            event = {"event": "scaled", "round": server_round, "client": name}
+            journal.record({**event, "what": what, "factor": factor})
+
+
+def reasons(left_out: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the clients left out and the reasons, in the format of ``metrics.jsonl``."""
+    return [{"client": name, "reason": reason} for name, reason in left_out.items()]

@@ -1,9 +1,9 @@
 """Update the status of a run while clients work."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 
-from federation.run_folder import LaneStatus, Phase, RunStatus
+from federation.run_folder import LaneStatus, RunStatus
 from strategies.journal import Journal
 
 # Interval for writing the progress within a round to disk.
@@ -18,29 +18,11 @@ class LiveStatus:
         self._status = RunStatus(rounds=rounds)
         self._started = self._shown = 0.0
 
-    def begin(
-        self,
-        phase: Phase,
-        round_number: int,
-        seconds: float = 0.0,
-        asked: Collection[str] = (),
-        absent: Mapping[str, str] | None = None,
-    ) -> None:
-        """Start a phase, in which the clients ``asked`` have ``seconds`` to reply.
-
-        ``absent`` contains the reasons why other clients don't take part, keyed by client.
-        """
-        now = time.time()
-        self._started = time.monotonic()
-        self._status = RunStatus(
-            phase=phase,
-            round=round_number,
-            rounds=self._status.rounds,
-            since=now,
-            until=now + seconds,
-            asked=list(asked),
-            left_out=dict(absent or {}),
-        )
+    def begin(self, status: RunStatus, seconds: float = 0.0) -> None:
+        """Start a phase with this status, in which the clients have ``seconds`` to reply."""
+        now, self._started = time.time(), time.monotonic()
+        changes = {"rounds": self._status.rounds, "since": now, "until": now + seconds}
+        self._status = status.model_copy(update=changes)
         self._show()
 
     def extend(self, seconds: float) -> None:

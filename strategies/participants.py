@@ -97,10 +97,8 @@ class Participants:
         self.fingerprint = dict(fingerprint)
         self._registered: dict[int, Participant] = {}
         self._asked: dict[int, Participant] = {}
-        # Why drawn clients aren't among the recipients of the last messages.
-        self._unprepared: dict[str, str] = {}
-        # Names of the clients that were connected when the last messages were addressed.
-        self._connected: set[str] = set()
+        # Why other clients aren't among the recipients of the last messages.
+        self._absent: dict[str, str] = {}
         # Time at which each queried SuperNode connected; None to query it again.
         self._queried: dict[int, str | None] = {}
         # Number of unanswered queries of each SuperNode.
@@ -177,7 +175,7 @@ class Participants:
     @property
     def all_withhold(self) -> bool:
         """Whether the policies of all connected clients withhold importance."""
-        connected = [p for p in self._registered.values() if p.name in self._connected]
+        connected = [p for p in self._registered.values() if p.name not in self._absent]
         return bool(connected) and all(p.withholds for p in connected)
 
     def recipient_of(self, message: Message) -> Participant:
@@ -194,28 +192,30 @@ class Participants:
         content: RecordDict,
         grid: Grid,
         draw: int,
-        order: int | None = None,
     ) -> Iterator[Message]:
         """Create a message for every connected participant or, with ``sample``, for some of them.
 
-        Calls with equal ``draw`` select the same participants. Messages are sorted by name or, with
-        ``order`` as the seed, shuffled.
+        Calls with equal ``draw`` select the same participants. Messages are sorted by name or, in
+        serial training, shuffled unless ``split.order`` is ``names``.
 
         The recipients are recorded immediately. Each message is created when the iterator reaches
         it, because its time to live begins then. Records may be added to each message separately.
         """
         connected = [self._registered[n] for n in grid.get_node_ids() if n in self._registered]
-        self._connected = {p.name for p in connected}
+        absent = sorted({p.name for p in self._registered.values()} - {p.name for p in connected})
         drawn = self._drawn(connected, draw)
-        self._unprepared = self._prepare(grid, drawn)
+        self._absent = dict.fromkeys(absent, "its SuperNode is not connected")
+        self._absent |= self._prepare(grid, drawn)
         prepared = (self._registered[p.node_id] for p in drawn)
         self._asked = {p.node_id: p for p in prepared if p.examples}
         ttl = self._config.reply_timeout * turns(grid, len(self._asked))
         if message_type == MessageType.TRAIN and self._config.late_replies:
             ttl *= 2  # the reply can arrive until the end of the evaluation
         nodes = list(self._asked)
-        if order is not None:
-            Random(order).shuffle(nodes)
+        is_serial = self._config.strategy == "fl-glm" and self._config.split.schedule == "serial"
+        is_shuffled = is_serial and self._config.split.order == "shuffled"
+        if message_type == MessageType.TRAIN and is_shuffled:
+            Random(derive_seed("order", self._config.seed, draw)).shuffle(nodes)
         return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)
 
     def _drawn(self, connected: Collection[Participant], draw: int) -> list[Participant]:
@@ -228,10 +228,8 @@ class Participants:
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
         """Return the clients that haven't answered, with the reasons."""
-        absent = sorted({p.name for p in self._registered.values()} - self._connected)
         silent = f"no reply within {self._config.round_timeout:g} s (round-timeout)"
-        problems = dict.fromkeys(absent, "its SuperNode is not connected") | self._unprepared
-        return problems | {name: silent for name in self.asked if name not in answered}
+        return self._absent | {name: silent for name in self.asked if name not in answered}
 
     def _prepare(self, grid: Grid, drawn: Iterable[Participant]) -> dict[str, str]:
         """Query clients that have registered by name for their data sizes.

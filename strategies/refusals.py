@@ -27,8 +27,12 @@ from federation.messages import (
 from finetuning.model.fingerprint import differences
 from split.protocol.errors import printable
 
+# Metrics with the losses of the two models that all clients share.
+_LOSSES = ("base.loss", "global.loss")
+# Matches error messages about non-finite values, from the training loop or from a lane.
+_REPORTED_NOT_FINITE = re.compile(r"\b(not finite|nan|inf|infinite)\b", re.IGNORECASE)
 # Ending of the reason for refusing an array that contains NaN or infinity.
-NOT_FINITE = "has values that are not finite numbers"
+_NOT_FINITE = "has values that are not finite numbers"
 _MAX_EXAMPLES = 10**9
 # Used instead of a digest if no digest has a majority.
 _DISPUTED = "disputed"
@@ -62,6 +66,15 @@ def reason_to_refuse(
         or answers_problem(reply, answers)
         or _arrays_problem(reply.content.array_records.get(ARRAYS), reference, minimum)
     )
+
+
+def says_not_finite(reply: Message, reason: str) -> bool:
+    """Return whether a refused reply reports or contains values that aren't finite."""
+    if problem_of(reply) is not None:
+        return _REPORTED_NOT_FINITE.search(reason) is not None
+    metrics = metrics_of(reply)
+    losses = [metrics[name] for name in _LOSSES if isinstance(metrics.get(name), float)]
+    return any(not abs(loss) <= LARGEST_METRIC for loss in losses) or reason.endswith(_NOT_FINITE)
 
 
 def reason_to_refuse_registration(
@@ -104,7 +117,7 @@ def reason_to_refuse_registration(
         count = metrics.get(key)
         if not isinstance(count, int) or not 0 < count <= _MAX_EXAMPLES:
             return f"its {key} is {count!r}, but must be a whole number from 1 to {_MAX_EXAMPLES}"
-    return _base_model_problem(config.get("tensors"), config.get("digests"), fingerprint)
+    return _base_model_problem(_reported(config), fingerprint)
 
 
 def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str]) -> dict[str, str]:
@@ -114,11 +127,7 @@ def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str])
     query messages. If no digest has a majority, return one that no client can match, so that the
     difference must be resolved before training.
     """
-    reported = [
-        dict(zip(config["tensors"], config["digests"], strict=True))
-        for config in configs
-        if _are_lists_of_texts(config.get("tensors"), config.get("digests"))
-    ]
+    reported = [theirs for config in configs if (theirs := _reported(config)) is not None]
     found = {}
     for name in (name for name, known in fingerprint.items() if not known):
         counts = Counter(each[name] for each in reported if name in each)
@@ -128,10 +137,11 @@ def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str])
     return found
 
 
-def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, str]) -> str | None:
-    if not _are_lists_of_texts(tensors, digests):
+def _base_model_problem(
+    theirs: Mapping[str, str] | None, fingerprint: Mapping[str, str]
+) -> str | None:
+    if theirs is None:
         return "it doesn't report its base model"
-    theirs = dict(zip(tensors, digests, strict=True))
     other = differences({k: v or theirs.get(k, v) for k, v in fingerprint.items()}, theirs)
     if not other:
         return None
@@ -147,10 +157,12 @@ def _base_model_problem(tensors: Any, digests: Any, fingerprint: Mapping[str, st
     )
 
 
-def _are_lists_of_texts(one: Any, other: Any) -> bool:
-    """Return whether two values are lists of texts of the same length."""
-    are_lists = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
-    return are_lists and all(isinstance(item, str) for item in [*one, *other])
+def _reported(config: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the digests of tensors in a reply to a query, or None if they are malformed."""
+    lists: list[Any] = [config.get("tensors"), config.get("digests")]
+    if not all(isinstance(v, list) and all(isinstance(t, str) for t in v) for v in lists):
+        return None
+    return dict(zip(*lists, strict=True)) if len(lists[0]) == len(lists[1]) else None
 
 
 def _identity_problem(reply: Message, name: str, base: str) -> str | None:
@@ -176,7 +188,11 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
             f"the name of its metric {printable(invalid[0], 64)!r} must be at most 64 letters, "
             "digits, '_', '.' or '-', and begin with a letter"
         )
-    invalid = [name for name, value in metrics.items() if not _is_bounded_number(value)]
+    invalid = [
+        name
+        for name, value in metrics.items()
+        if not (isinstance(value, int | float) and abs(value) <= LARGEST_METRIC)
+    ]
     if invalid:
         names = ", ".join(invalid[:3])
         return f"its metrics must be numbers up to ±{LARGEST_METRIC:g}; these are not: {names}"
@@ -186,10 +202,6 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
             "has changed, restart its SuperNode"
         )
     return None
-
-
-def _is_bounded_number(value: object) -> bool:
-    return isinstance(value, int | float) and -LARGEST_METRIC <= value <= LARGEST_METRIC
 
 
 def _arrays_problem(
@@ -221,7 +233,7 @@ def _array_problem(array: Array, expected: Array, minimum: float) -> str | None:
     if not isinstance(value, np.ndarray) or value.shape != shape or str(value.dtype) != dtype:
         return "does not match its header"
     if not np.isfinite(value).all():
-        return NOT_FINITE
+        return _NOT_FINITE
     if np.abs(value).max(initial=0.0) > _LARGEST_WEIGHT:
         return "has values beyond 2³⁰"
     return None if value.min(initial=math.inf) >= minimum else f"has values below {minimum:g}"

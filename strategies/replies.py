@@ -1,7 +1,7 @@
 """Valid replies of one phase, with arrays on disk to limit memory use."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from logging import WARNING
 from pathlib import Path
@@ -15,6 +15,12 @@ from safetensors.torch import load_file, save_file
 from federation.answers import Answer, answers_of
 from federation.messages import ARRAYS, State, from_arrays, metrics_of, withheld_of
 from finetuning.files import filling
+from strategies.journal import Journal
+from strategies.participants import TooFewClientsError
+
+
+class NotFiniteError(RuntimeError):
+    """Most clients report that the global adapter is unusable."""
 
 
 class Replies:
@@ -77,6 +83,33 @@ class Replies:
         """Sort replies by name, so that sums don't depend on the order of arrival."""
         self.metrics = dict(sorted(self.metrics.items()))
         self.left_out = dict(sorted(self.left_out.items()))
+
+    def require_finite(self, journal: Journal, adapter_round: int, asked: Collection[str]) -> None:
+        """Raise ``NotFiniteError`` if most clients report a global adapter as unusable.
+
+        The adapter's checkpoint is then deleted if an earlier checkpoint exists. A majority of the
+        clients ``asked`` is required, so that a minority can't reject an adapter. Valid replies of
+        a client that withholds metrics never report an unusable adapter.
+        """
+        if 2 * len(self.not_finite) <= len(asked):
+            return
+        journal.discard(adapter_round)
+        raise NotFiniteError(
+            f"the global adapter after round {adapter_round} is unusable: losses or gradients are "
+            f"not finite numbers at {', '.join(sorted(self.not_finite))}. Resume the run without "
+            "the clients that were scaled down or left out (see metrics.jsonl), or start a new run "
+            "with a lower train.learning-rate"
+        )
+
+    def require_enough(self, phase: str, minimum: int) -> None:
+        """Raise ``TooFewClientsError`` if there are fewer than ``minimum`` valid replies."""
+        valid = len(self.metrics)
+        if valid < minimum:
+            lines = "".join(f"\n  {name}: {reason}" for name, reason in self.left_out.items())
+            raise TooFewClientsError(
+                f"{phase}: {valid} valid replies, but min-nodes = {minimum} are required; left out:"
+                f"{lines or ' nobody'}"
+            )
 
     def __enter__(self) -> "Replies":
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -16,18 +16,23 @@ from federation.answers import answer_events
 from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
-from federation.run_folder import LaneStatus, Phase
+from federation.run_folder import LaneStatus, Phase, RunStatus
 from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
 from split.protocol.errors import printable
-from strategies.collection import reasons, require_enough, require_finite, says_not_finite
 from strategies.exchange import Unanswered, exchange, turns
-from strategies.journal import Journal, Progress
+from strategies.journal import (
+    Journal,
+    Progress,
+    evaluation_events,
+    reasons,
+    record_scaled,
+    underscored,
+)
 from strategies.live_status import LiveStatus
-from strategies.metrics import evaluation_events, record_scaled, underscored
 from strategies.participants import Participants
-from strategies.refusals import reason_to_refuse
+from strategies.refusals import reason_to_refuse, says_not_finite
 from strategies.replies import Replies
 
 
@@ -88,35 +93,32 @@ class Rounds(Strategy):
         fewer clients or valid replies than ``min-nodes``, or ``NotFiniteError`` if most clients
         report that the global adapter is unusable.
         """
-        with self._prepared(grid, initial_arrays) as arrays:
-            return self._run(grid=grid, arrays=arrays, num_rounds=num_rounds, timeout=timeout)
+        with self._prepared(grid, initial_arrays) as prepared:
+            arrays = self._reference = prepared
+            self._status.begin(RunStatus(round=self.progress.finished_rounds))
+            self._participants.register_all(grid)
+            self._instruction = replace(self._instruction, base=self._participants.base)
+            finished = self.progress.finished_rounds
+            wants_importance = self._evaluation(finished).importance
+            if not self.progress.evaluated or (wants_importance and not self.progress.importance):
+                self._evaluate(arrays, grid, timeout)
+            for current in range(finished + 1, num_rounds + 1):
+                log(INFO, "")
+                log(INFO, "[ROUND %d/%d]", current, num_rounds)
+                messages = self.configure_train(current, arrays, ConfigRecord(), grid)
+                replies = self._exchange(messages, grid, timeout, training=True)
+                arrays, _ = self.aggregate_train(current, replies)
+                self.progress = replace(
+                    self.progress, finished_rounds=current, evaluated=False, importance=None
+                )
+                self._checkpoint(arrays)
+                arrays = self._evaluate(arrays, grid, timeout)
+            return Result(arrays=arrays)
 
     @contextmanager
     def _prepared(self, grid: Grid, arrays: ArrayRecord) -> Iterator[ArrayRecord]:
         """Acquire the strategy's resources for a run; yield the clients' part of the adapter."""
         yield arrays
-
-    def _run(self, grid: Grid, arrays: ArrayRecord, num_rounds: int, timeout: float) -> Result:
-        self._status.begin("registration", self.progress.finished_rounds)
-        self._participants.register_all(grid)
-        self._instruction = replace(self._instruction, base=self._participants.base)
-        self._reference = arrays
-        finished = self.progress.finished_rounds
-        lacks_importance = self._evaluation(finished).importance and not self.progress.importance
-        if not self.progress.evaluated or lacks_importance:
-            self._evaluate(arrays, grid, timeout)
-        for current in range(finished + 1, num_rounds + 1):
-            log(INFO, "")
-            log(INFO, "[ROUND %d/%d]", current, num_rounds)
-            messages = self.configure_train(current, arrays, ConfigRecord(), grid)
-            replies = self._exchange(messages, grid, timeout, training=True)
-            arrays, _ = self.aggregate_train(current, replies)
-            self.progress = replace(
-                self.progress, finished_rounds=current, evaluated=False, importance=None
-            )
-            self._checkpoint(arrays)
-            arrays = self._evaluate(arrays, grid, timeout)
-        return Result(arrays=arrays)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -129,10 +131,7 @@ class Rounds(Strategy):
             self._journal.record({**event, "left_out": reasons(refused)})
         instruction = replace(self._instruction, round=server_round)
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        order = self._order_seed(server_round)
-        messages = self._participants.address(
-            MessageType.TRAIN, content, grid, draw=server_round, order=order
-        )
+        messages = self._participants.address(MessageType.TRAIN, content, grid, draw=server_round)
         self._begin("training", server_round, grid)
         return messages
 
@@ -150,41 +149,44 @@ class Rounds(Strategy):
                 collected.leave_out(name, reason)
                 self._status.add(name, reason)
                 log(WARNING, "%s is left out: %s", name, reason)
-            self._record_round(server_round, collected)
+            event = {"event": "round", "round": server_round, "seconds": self._status.seconds}
+            event |= {"participants": list(collected.metrics)}
+            self._journal.record({**event, "left_out": reasons(collected.left_out)})
+            if not self._evaluation(server_round - 1).losses:  # the evaluation checked this, if any
+                collected.require_finite(self._journal, server_round - 1, self._participants.asked)
+            collected.require_enough(f"round {server_round}", self.config.min_nodes)
+            self._record_training(server_round, collected)
             self._sizes = {}
             return self._mean(server_round, collected), None
 
     def _mean(self, server_round: int, new: Replies) -> ArrayRecord:
         """Average the adapters of new replies and of the round's earlier replies, if any."""
+        for name, metrics in new.metrics.items():
+            self._sizes[name] = metrics[SIZE]
+            self._journal.keep_personalised(
+                client=name,
+                state=self._personalised(name, new),
+                round_number=server_round,
+                size=metrics[SIZE],
+            )
+        self._sizes = dict(sorted(self._sizes.items()))
+        reference = from_arrays(self._reference)
 
         def state_of(name: str) -> State:
-            saved = None if name in new.metrics else self._journal.personalised(name)
-            return saved[1] if saved else new.state(name)
+            saved = self._journal.personalised(name)
+            assert saved is not None
+            return {key: value for key, value in saved[1].items() if key in reference}
 
-        reference = from_arrays(self._reference)
-        sizes = self._sizes | {name: metrics[SIZE] for name, metrics in new.metrics.items()}
-        self._sizes = sizes = dict(sorted(sizes.items()))
-        counted = self._counted(sizes)
-        factors = update_factors({name: distance(state_of(name), reference) for name in sizes})
-        shares = {name: counted[name] / size for name, size in sizes.items()}
+        counted = self._counted(self._sizes)
+        factors = update_factors({n: distance(state_of(n), reference) for n in self._sizes})
+        shares = {name: counted[name] / size for name, size in self._sizes.items()}
         record_scaled(self._journal, server_round, "update", factors)
         record_scaled(self._journal, server_round, "data size", shares)
         mean = WeightedMean()
-        for name, size in sizes.items():
-            state = state_of(name)
-            mean.add(scaled(state, reference, factors[name]), counted[name])
-            if name in new.metrics:
-                personalised = self._personalised(name, state)
-                self._journal.keep_personalised(
-                    client=name,
-                    state=new.file(name) if personalised is state else personalised,
-                    round_number=server_round,
-                    size=size,
-                )
-                del personalised
-            del state  # release its memory before the next one is read
+        for name, factor in factors.items():
+            mean.add(scaled(state_of(name), reference, factor), counted[name])
         self._average(counted)
-        log(INFO, "Averaged the adapters of %s", ", ".join(sizes))
+        log(INFO, "Averaged the adapters of %s", ", ".join(self._sizes))
         return to_arrays(mean.result())
 
     def _average_again(self, server_round: int) -> ArrayRecord | None:
@@ -243,17 +245,6 @@ class Rounds(Strategy):
         for name, reason in collected.left_out.items():
             log(WARNING, "%s is left out: %s", name, reason)
 
-    def _record_round(self, server_round: int, collected: Replies) -> None:
-        """Record a training round; raise an error if too few replies are valid or finite."""
-        valid, left_out = collected.metrics, collected.left_out
-        event = {"event": "round", "round": server_round, "participants": list(valid)}
-        seconds = self._status.seconds
-        self._journal.record({**event, "left_out": reasons(left_out), "seconds": seconds})
-        if not self._evaluation(server_round - 1).losses:  # otherwise, the evaluation checked this
-            require_finite(self._journal, server_round - 1, collected, self._participants.asked)
-        require_enough(f"round {server_round}", collected, self.config.min_nodes)
-        self._record_training(server_round, collected)
-
     def _record_training(self, server_round: int, collected: Replies) -> None:
         for name, metrics in collected.metrics.items():
             own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
@@ -287,7 +278,7 @@ class Rounds(Strategy):
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": reasons(left_out)})
-            require_finite(self._journal, server_round, collected, self._participants.asked)
+            collected.require_finite(self._journal, server_round, self._participants.asked)
             for name, metrics in collected.metrics.items():
                 about = {"round": server_round, "client": name}
                 for event in evaluation_events(metrics):
@@ -296,21 +287,16 @@ class Rounds(Strategy):
                     self._journal.record({**event, **about})
             if server_round >= self.config.rounds:
                 # No round follows: the run must fail, so that resuming it repeats this evaluation.
-                require_enough(
-                    f"evaluation after round {server_round}", collected, self.config.min_nodes
-                )
+                phase = f"evaluation after round {server_round}"
+                collected.require_enough(phase, self.config.min_nodes)
             self._use_importance(collected)
 
     def _begin(self, phase: Phase, server_round: int, grid: Grid) -> None:
         """Start a phase in which the recipients of the last messages work."""
         asked = self._participants.asked
-        self._status.begin(
-            phase,
-            server_round,
-            seconds=self.config.reply_timeout * turns(grid, len(asked)),
-            asked=asked,
-            absent=self._participants.missing(asked),
-        )
+        absent = self._participants.missing(asked)
+        status = RunStatus(phase=phase, round=server_round, asked=list(asked), left_out=absent)
+        self._status.begin(status, self.config.reply_timeout * turns(grid, len(asked)))
 
     def _evaluation(self, server_round: int) -> Instruction:
         """Return the instruction for the evaluation after a round."""
@@ -344,10 +330,6 @@ class Rounds(Strategy):
         """Return the progress of clients within a round; empty if the progress is unknown."""
         return []
 
-    def _order_seed(self, server_round: int) -> int | None:
-        """Return the seed for shuffling the clients; None for alphabetical order."""
-        return None
-
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
         """Return clients that sent a valid reply but didn't finish training, with the reasons."""
         return {}
@@ -356,9 +338,9 @@ class Rounds(Strategy):
         """Return the complete global adapter, given the average of the clients' adapters."""
         return averaged
 
-    def _personalised(self, client: str, local: State) -> State:
-        """Return a client's adapter for the whole model, given the part that it sent."""
-        return local
+    def _personalised(self, client: str, replies: Replies) -> State | Path:
+        """Return the adapter of a valid reply for the whole model, or a file with it to move."""
+        return replies.file(client)
 
     def _counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the data sizes to use as weights in averages, limited by ``max-share``."""

@@ -8,8 +8,8 @@ import torch
 from chambers.in_process import InProcessGrid
 from federation.messages import METRICS, config_of
 from federation.resumption import checkpoint_files
-from strategies.collection import NotFiniteError
 from strategies.participants import TooFewClientsError
+from strategies.replies import NotFiniteError
 from tests.marks import nightly
 from tests.server_app.test_resume import events, final, run
 
