@@ -113,35 +113,6 @@ def _one_of(folders: list[Path], index: int, count: int) -> Path:
     return folders[index]
 
 
-def _style(index: int, seed: int) -> ClientData:
-    """Return a client with one of three styles; from the fourth on, styles repeat."""
-    style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
-    name = _generated_name("styles", index)
-    own_seed = derive_seed("generated", seed, copy)
-    train = examples(style, _GENERATED_TRAINING[style], own_seed, "train")
-    test = examples(style, _GENERATED_TEST, own_seed, "test")
-    return _client(name, train, test)
-
-
-def _school(kind: str, index: int, count: int, seed: int) -> ClientData:
-    """Return a client trained on some matters (``matters-even``: on all), and tested on all.
-
-    The held-out rows, one per matter, begin with the next client's matters and end with the
-    client's own.
-    """
-    try:
-        divided = matters.divide(count, seed)
-    except ValueError as error:
-        raise DataError(str(error)) from error
-    tested = [name for own in divided[index + 1 :] + divided[: index + 1] for name in own]
-    own_seed = derive_seed("generated", seed, index)
-    known = matters.MATTERS if kind == "matters-even" else divided[index]
-    sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS
-    train = matters.questions(known, sizes[index % len(sizes)], own_seed, "train")
-    test = matters.questions(tested, len(tested), own_seed, "test")
-    return _client(_generated_name(kind, index), train, test)
-
-
 def _client(name: str, train: list[dict[str, str]], test: list[dict[str, str]]) -> ClientData:
     rows = {
         part: [
@@ -161,10 +132,28 @@ class _Reader:
     seed: int
 
     def generated(self, index: int, count: int) -> ClientData:
-        """Generate a client's rows."""
-        if self.settings.generated == "styles":
-            return _style(index, self.seed)
-        return _school(self.settings.generated, index, count, self.seed)
+        """Generate a client's rows: in one of three styles, or on matters.
+
+        From the fourth client on, styles repeat. A client is trained on some matters
+        (``matters-even``: on all), and tested on all: the held-out rows, one per matter, begin with
+        the next client's matters and end with the client's own.
+        """
+        kind, name = self.settings.generated, _generated_name(self.settings.generated, index)
+        if kind == "styles":
+            copy, number = divmod(index, len(STYLES))
+            style, seed = STYLES[number], derive_seed("generated", self.seed, copy)
+            train = examples(style, _GENERATED_TRAINING[style], seed, "train")
+            return _client(name, train, examples(style, _GENERATED_TEST, seed, "test"))
+        try:
+            divided = matters.divide(count, self.seed)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        tested = [matter for own in divided[index + 1 :] + divided[: index + 1] for matter in own]
+        seed = derive_seed("generated", self.seed, index)
+        known = matters.MATTERS if kind == "matters-even" else divided[index]
+        sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS
+        train = matters.questions(known, sizes[index % len(sizes)], seed, "train")
+        return _client(name, train, matters.questions(tested, len(tested), seed, "test"))
 
     def pool(self, count: int) -> ClientData:
         """Return one client with the combined rows of several clients."""
