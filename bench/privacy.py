@@ -22,7 +22,6 @@ from opacus.accountants.utils import get_noise_multiplier
 
 from bench.harness import command, make_table, show, spread
 from chambers.in_process import InProcessGrid
-from client_app.fedjudge import base_model
 from client_app.institution import Institution, open_institution
 from client_app.privacy_account import private_steps
 from federation.run_config import RunConfig, parse_run_config
@@ -66,7 +65,7 @@ def run(epsilon: float, seed: int) -> tuple[list[float], list[float]]:
     nodes: dict[int, dict[str, Any]] = {
         i + 1: {"partition-id": i, "num-partitions": _CLIENTS} for i in range(_CLIENTS)
     }
-    institutions = [open_institution(config, node, base_model) for node in nodes.values()]
+    institutions = [open_institution(config, node) for node in nodes.values()]
     noise = []
     with tempfile.TemporaryDirectory() as folder:
         for node, institution in zip(nodes.values(), institutions, strict=True):

@@ -95,7 +95,7 @@ def probe(values: Mapping[str, Scalar], shared: str) -> tuple[dict[str, str], in
 
     import psutil
 
-    from client_app.handlers import base_model_of
+    from client_app.institution import base_model_of
     from federation.run_config import parse_run_config
 
     config = parse_run_config(values)

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.errors import DeadlineError
 from finetuning.files import Stamps
-from finetuning.model.base_model import load_base_model, locate
-from finetuning.model.fingerprint import fingerprint
+from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed, secret_stream
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -49,12 +47,6 @@ _TRIAL = [
     Example(torch.tensor(tokens), torch.tensor([False] + [True] * (len(tokens) - 1)), 1, "", 0)
     for tokens in ([3, 5, 7, 9], [3, 5])
 ]
-
-
-def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory and fingerprint, or raise ``BaseModelError``."""
-    directory = locate(config.model.name)
-    return directory, fingerprint(directory)
 
 
 def train(task: Task) -> tuple[State, Metrics]:

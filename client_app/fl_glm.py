@@ -3,47 +3,25 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 from client_app.evaluation import Evaluation, save_final_adapters
+from client_app.institution import PARTS
 from client_app.kept import keep_one
 from client_app.task import Metrics, Task, training_metrics
 from federation.messages import ARRAYS, BODY, invitation_of, models_of
-from federation.run_config import RunConfig
 from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_tokenizer
-from finetuning.model.fingerprint import fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings, kebab_case
 from finetuning.training.loop import train_round
 from split.client.connecting import connect
 from split.client.split_model import SplitModel
 from split.model.adapters import join_adapters
-from split.model.exactness import check_exactness
-from split.model.loading import load_parts, locate_parts, tensors_of
+from split.model.loading import load_parts, locate_parts
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
 from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
-
-_PARTS: tuple[PartyName, ...] = ("head", "tail")
-
-
-def base_model(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the base model's directory, and the fingerprint of the head and tail.
-
-    Raise ``BaseModelError`` if the base model can't be found, or can't be split exactly.
-    """
-    directory = locate_parts(config.model.name, config.split, _PARTS)
-    partition = partition_of(directory, config.split)
-    check_exactness(
-        directory=directory,
-        settings=config.model,
-        partition=partition,
-        prefixes=config.adapter.kind == "prefix",
-        generation=config.evaluate.generate,
-    )
-    return directory, fingerprint(directory, tensors_of(directory, partition, _PARTS))
 
 
 def train(task: Task) -> tuple[State, Metrics]:
@@ -127,12 +105,12 @@ def _load_parts(
 
     The adapters still have the weights of the previous message: load new weights before use.
     """
-    directory = locate_parts(model.name, split, _PARTS)
+    directory = locate_parts(model.name, split, PARTS)
     parts = load_parts(
         settings=model,
         directory=directory,
         partition=partition_of(directory, split),
-        parties=_PARTS,
+        parties=PARTS,
     )
     for part in parts.values():
         part.attach(adapter)

@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import wraps
 from logging import ERROR, INFO
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from flwr.app import Context, Message
@@ -16,8 +15,7 @@ from flwr.common import log
 from client_app import fedjudge, fl_glm
 from client_app.audit import describe
 from client_app.data import client_name
-from client_app.evaluation import Evaluation
-from client_app.institution import Institution, open_institution
+from client_app.institution import Institution, base_model_of, open_institution
 from client_app.policy import check_institution
 from client_app.site import Site, open_site
 from client_app.state import ClientState
@@ -42,26 +40,6 @@ from finetuning.model.fingerprint import digest
 
 app = ClientApp()
 
-
-class Strategy(Protocol):
-    """The client side of a strategy, implemented as a module."""
-
-    def base_model(self, config: RunConfig) -> tuple[Path, dict[str, str]]:
-        """Return the directory and the fingerprint of the client's part of the base model."""
-
-    def train(self, task: Task) -> tuple[State, Metrics]:
-        """Train for one round; return the local adapter and metrics."""
-
-    def evaluate(self, task: Task) -> Evaluation:
-        """Evaluate the requested models, and compute J if requested."""
-
-
-_STRATEGIES: dict[str, Strategy] = {
-    "fedjudge-base": fedjudge,
-    "fedjudge-cl": fedjudge,
-    "fedprox": fedjudge,
-    "fl-glm": fl_glm,
-}
 Handler = Callable[[Message, Context], Message]
 _MEMORY = (
     "lower train.batch-size, evaluate.batch-size or data.max-length, or, with LoRA, set "
@@ -148,7 +126,8 @@ def query(message: Message, context: Context, site: Site) -> Message:
 def train(message: Message, context: Context, site: Site) -> Message:
     """Train the global adapter on private data, and reply with the local adapter."""
     task = _task(message, context, site)
-    adapter, metrics = _STRATEGIES[task.config.strategy].train(task)
+    run = fl_glm.train if task.config.strategy == "fl-glm" else fedjudge.train
+    adapter, metrics = run(task)
     return _reply(task, metrics, adapter)
 
 
@@ -157,16 +136,12 @@ def train(message: Message, context: Context, site: Site) -> Message:
 def evaluate(message: Message, context: Context, site: Site) -> Message:
     """Evaluate models on held-out data, and compute J if requested."""
     task = _task(message, context, site)
-    result = _STRATEGIES[task.config.strategy].evaluate(task)
+    run = fl_glm.evaluate if task.config.strategy == "fl-glm" else fedjudge.evaluate
+    result = run(task)
     reply = _reply(task, result.metrics, result.importance)
     if result.answers:
         reply.content[ANSWERS] = answers_record(result.answers)
     return reply
-
-
-def base_model_of(config: RunConfig) -> tuple[Path, dict[str, str]]:
-    """Return the directory and the fingerprint of a client's part of the base model."""
-    return _STRATEGIES[config.strategy].base_model(config)
 
 
 def _about(name: str, fingerprint: Mapping[str, str]) -> dict[str, Any]:
@@ -176,7 +151,7 @@ def _about(name: str, fingerprint: Mapping[str, str]) -> dict[str, Any]:
 def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
     config = parse_run_config(context.run_config)
     site.check_run(config)
-    institution = open_institution(config, context.node_config, base_model_of)
+    institution = open_institution(config, context.node_config)
     if site.policy:
         check_institution(site.policy, config, institution)
     return config, institution

@@ -1,6 +1,6 @@
 """An institution: its name and tokenized data, cached in a ClientApp process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from logging import INFO, WARNING
@@ -14,13 +14,17 @@ from federation.run_config import RunConfig, Scalar
 from finetuning.data.prompts import prompts_of_answers
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.base_model import load_tokenizer, locate
+from finetuning.model.fingerprint import fingerprint
 from finetuning.model.names import resolve
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
+from split.model.exactness import check_exactness
+from split.model.loading import locate_parts, tensors_of
+from split.model.partition import PartyName, partition_of
 
-# Function that returns the directory and the fingerprint of the client's part of the base model.
-BaseModel = Callable[[RunConfig], tuple[Path, dict[str, str]]]
+# The parts of a split model that run at a client.
+PARTS: tuple[PartyName, ...] = ("head", "tail")
 
 
 @dataclass(frozen=True)
@@ -48,20 +52,38 @@ class Institution:
         return [self.train[i] for i in order[:count]]
 
 
-def open_institution(
-    config: RunConfig, node: Mapping[str, Scalar], base_model: BaseModel
-) -> Institution:
+def base_model_of(config: RunConfig) -> tuple[Path, dict[str, str]]:
+    """Return the directory and the fingerprint of a client's part of the base model.
+
+    Raise ``BaseModelError`` if the base model can't be found, or can't be split exactly.
+    """
+    if config.strategy != "fl-glm":
+        directory = locate(config.model.name)
+        return directory, fingerprint(directory)
+    directory = locate_parts(config.model.name, config.split, PARTS)
+    partition = partition_of(directory, config.split)
+    check_exactness(
+        directory=directory,
+        settings=config.model,
+        partition=partition,
+        prefixes=config.adapter.kind == "prefix",
+        generation=config.evaluate.generate,
+    )
+    return directory, fingerprint(directory, tensors_of(directory, partition, PARTS))
+
+
+def open_institution(config: RunConfig, node: Mapping[str, Scalar]) -> Institution:
     """Read and tokenize a client's data; cache the result per client until a file changes.
 
     Raise ``DataError`` if the data is missing or malformed, or ``BaseModelError`` if the base model
     can't be found.
     """
     items = tuple(sorted(node.items()))
-    institution = _open(config, items, base_model)
+    institution = _open(config, items)
     stamped = institution.model_files, institution.data_files
     if stamped != (_model_files(config, institution.directory), _data_files(node)):
         _open.cache_clear()
-        institution = _open(config, items, base_model)
+        institution = _open(config, items)
     return institution
 
 
@@ -83,10 +105,8 @@ def _data_files(node: Mapping[str, Scalar]) -> Stamps:
 
 # Keep several clients' data: an actor of a simulation runs several clients in turn.
 @lru_cache(maxsize=16)
-def _open(
-    config: RunConfig, node: tuple[tuple[str, Scalar], ...], base_model: BaseModel
-) -> Institution:
-    directory, digests = base_model(config)
+def _open(config: RunConfig, node: tuple[tuple[str, Scalar], ...]) -> Institution:
+    directory, digests = base_model_of(config)
     # Record the stamps before reading the files, so that later changes are detected.
     model_files, data_files = _model_files(config, directory), _data_files(dict(node))
     data = read_client_data(config.data, dict(node), config.seed)

@@ -164,7 +164,7 @@ def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(val
     }
     parsed, drawn = parse_run_config(own), []
     for number, client in enumerate(SIZES, start=1):
-        institution = open_institution(parsed, NODES[number], fedjudge.base_model)
+        institution = open_institution(parsed, NODES[number])
         for kind, adapter in (
             ("global", journal.adapters[2]),
             ("personalised", journal.kept[client]),

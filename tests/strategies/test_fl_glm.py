@@ -170,7 +170,7 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, finished):
     config = parse_run_config(split_values)
     for partition, client in enumerate(("alpha", "beta", "gamma")):
         node = {"partition-id": partition, "num-partitions": 3}
-        institution = open_institution(config, node, fl_glm.base_model)
+        institution = open_institution(config, node)
         assert institution.name == client
         for kind in ("global", "personalised"):
             (directory,) = (folder / "state").glob(f"*/{client}/adapters/{kind}")
@@ -216,7 +216,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     config = parse_run_config(values)
     for partition, client in enumerate(("alpha", "beta", "gamma")):
         node = {"partition-id": partition, "num-partitions": 3}
-        institution = open_institution(config, node, fl_glm.base_model)
+        institution = open_institution(config, node)
         tokenizer = load_tokenizer(institution.directory)
         for kind in ("base", "global", "personalised"):
             adapter = "global" if kind == "base" else kind

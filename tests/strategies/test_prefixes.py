@@ -56,7 +56,6 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from client_app import fl_glm
     from client_app.institution import open_institution
     from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.held_out import held_out_loss
@@ -94,7 +93,7 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     for partition, client in enumerate(CLIENTS):
         assert losses[3, client, "global"] < losses[0, client, "base"]
         node = {"partition-id": partition, "num-partitions": 3}
-        institution = open_institution(config, node, fl_glm.base_model)
+        institution = open_institution(config, node)
         for kind in ("global", "personalised"):
             (directory,) = (tmp_path / "state").glob(f"*/{client}/adapters/{kind}")
             whole = AutoModelForCausalLM.from_pretrained(config.model.name)
