@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from federation.resumption import FOLDER, check_resumable, checkpoint_files
-from federation.run_config import ConfigError, RunConfig
+from federation.resumption import FOLDER, checkpoint_files
+from federation.run_config import ConfigError
 from finetuning.adapters.adapter import State
 from finetuning.files import replacing
 from finetuning.model.fingerprint import differences
@@ -53,12 +53,11 @@ def discard_checkpoint(directory: Path, round_number: int) -> None:
         file.unlink()
 
 
-def load_checkpoint(directory: Path, config: RunConfig) -> Checkpoint:
-    """Read the newest checkpoint of a run's folder.
+def load_checkpoint(directory: Path) -> Checkpoint:
+    """Read the newest checkpoint of a run that can be resumed.
 
-    Raise ``ConfigError`` if there is no readable checkpoint, or ``config`` can't resume the run.
+    Raise ``ConfigError`` if the checkpoint can't be read.
     """
-    check_resumable(directory, config)
     newest = checkpoint_files(directory)[-1]
     try:
         with safe_open(newest, framework="pt") as content:

@@ -154,7 +154,7 @@ def checkpoint_of(config: RunConfig, directory: Path) -> Checkpoint | None:
     """
     if not config.resume:
         return None
-    checkpoint, status = load_checkpoint(directory, config), read_status(directory)
+    checkpoint, status = load_checkpoint(directory), read_status(directory)
     finished = checkpoint.progress.finished_rounds
     is_complete = status.phase == "completed" or status.rounds != config.rounds
     if is_complete and _is_over(checkpoint.progress, config):

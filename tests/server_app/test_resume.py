@@ -303,7 +303,7 @@ def test_a_damaged_file_is_named(values, tmp_path):
     file = directory / "checkpoints" / "round-0001.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"round-0001\.safetensors can't be read"):
-        load_checkpoint(directory, parse_run_config(values | {"rounds": 2}))
+        load_checkpoint(directory)
 
 
 def test_two_runs_of_one_second_have_folders_of_their_own(values, tmp_path):
