@@ -12,9 +12,8 @@ from chambers.interruption import interrupt_at_end
 from chambers.run_log import RunLog
 from chambers.run_view import Lines, following, live_view
 from chambers.superlink import COMPLETED, RUN_LINK, private_superlink, run_app
-from federation.resumption import checkpoint_files
 from federation.run_config import Scalar
-from federation.run_folder import LOG, SUMMARY
+from federation.run_folder import LOG, SUMMARY, checkpoint_files
 
 _INTERRUPTED = "interrupted"
 

@@ -12,12 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from filelock import FileLock
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Message
 
 from federation.answers import answers_of
-from federation.messages import ARRAYS, config_of, metrics_of
+from federation.messages import ARRAYS, config_of, from_arrays, metrics_of
+from finetuning.adapters.robust_aggregation import distance
 from finetuning.errors import UserError
 
 _LOCK_SECONDS = 60.0
@@ -104,22 +105,14 @@ def describe(message: Message, reply: Message) -> dict[str, Any]:
     if answers := answers_of(reply):
         content["answers"] = len(answers)
     if arrays is not None:
-        received = message.content.array_records.get(ARRAYS, ArrayRecord())
+        state = from_arrays(arrays)
         trained = message.metadata.message_type.partition(".")[0] == "train"
+        received = from_arrays(message.content.array_records[ARRAYS]) if trained else {}
+        norm = distance(state, received or dict.fromkeys(state, torch.zeros(())))
         content |= {
             "arrays": sorted(arrays),
             "array-bytes": sum(len(array.data) for array in arrays.values()),
-            "distance" if trained else "norm": _norm(arrays, received if trained else {}),
+            # JSON can't represent infinite numbers and NaN.
+            "distance" if trained else "norm": norm if math.isfinite(norm) else str(norm),
         }
     return content
-
-
-def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float | str:
-    """Return the joint L2 norm of all arrays minus the arrays of the same names in ``origin``."""
-    total = 0.0
-    for name, array in arrays.items():
-        value = array.numpy().astype(np.float64)
-        total += float(np.square(value - origin[name].numpy() if name in origin else value).sum())
-    norm = math.sqrt(total)
-    # JSON can't represent infinite numbers and NaN.
-    return norm if math.isfinite(norm) else str(norm)

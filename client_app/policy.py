@@ -124,12 +124,11 @@ def check_steps(
     steps: Sequence[Sequence[int]],
     average_every: int,
 ) -> None:
-    """Raise ``PolicyError`` for too many steps, or too few rows before an adapter is sent.
+    """Raise ``PolicyError`` if an adapter would be sent after too few rows.
 
     ``steps`` contains the indices of the examples in each step of the round. Within the round,
     adapters are sent after every ``average_every`` steps; 0 means never.
     """
-    _at_most(name="steps", value=len(steps), key="max-steps", limit=policy.max_steps)
     every = average_every or len(steps)
     for first in range(0, len(steps), every):
         used = (examples[index] for step in steps[first : first + every] for index in step)

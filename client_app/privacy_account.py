@@ -8,8 +8,10 @@ but never understates it.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from client_app.audit import AuditLog
 from federation.site_policy import PolicyError, PrivacyPolicy
@@ -17,13 +19,16 @@ from finetuning.data.batching import steps_per_round
 from finetuning.settings import TrainSettings, kebab_case
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(alias_generator=kebab_case, populate_by_name=True))
 class PrivateSteps:
-    """Steps of training with differential privacy."""
+    """Steps of training with differential privacy; also the fields of a line of the account."""
 
     sampling_rate: float  # q: the probability that a row is sampled in a step
     noise_multiplier: float  # σ, as a multiple of the policy's ``row-norm``
     steps: int
+
+
+LINE = TypeAdapter(PrivateSteps)  # its aliases, such as ``sampling-rate``, are the line's fields
 
 
 def private_steps(
@@ -69,16 +74,23 @@ class PrivacyAccount:
 
         def check(lines: Iterable[Mapping[str, Any]]) -> None:
             nonlocal spent
-            spent = self._check(_read(lines), steps)
+            spent = self._check(lines, steps)
 
-        self._log.append({**about, **account_line(steps)}, check)
+        self._log.append({**about, **LINE.dump_python(steps, by_alias=True)}, check)
         return spent
 
     def check(self, steps: PrivateSteps) -> None:
         """Raise ``PolicyError`` if ε would exceed the policy's limit; don't record the steps."""
-        self._check(_read(self._log.lines()), steps)
+        self._check(self._log.lines(), steps)
 
-    def _check(self, before: list[PrivateSteps], steps: PrivateSteps) -> float:
+    def _check(self, lines: Iterable[Mapping[str, Any]], steps: PrivateSteps) -> float:
+        try:
+            before = [LINE.validate_python(line) for line in lines]
+        except ValidationError as error:
+            raise PolicyError(
+                "the site's privacy account contains a line that is not an entry, so the remaining "
+                "ε can't be computed: restore the file (docs/operations.md)"
+            ) from error
         spent = epsilon([*before, steps], self._delta)
         if not spent <= self._epsilon:
             left = self._steps_left(before, steps)
@@ -96,23 +108,3 @@ class PrivacyAccount:
             return epsilon([*before, more], self._delta)
 
         return max(0, bisect_right(range(steps.steps), self._epsilon, key=total) - 1)
-
-
-def account_line(steps: PrivateSteps) -> dict[str, Any]:
-    """Return ``steps`` as fields of a line of the account, with hyphens in their names."""
-    return {kebab_case(key): value for key, value in asdict(steps).items()}
-
-
-def _read(lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
-    try:
-        return [
-            PrivateSteps(
-                float(line["sampling-rate"]), float(line["noise-multiplier"]), int(line["steps"])
-            )
-            for line in lines
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise PolicyError(
-            "the site's privacy account contains a line that is not an entry, so the remaining ε "
-            "can't be computed: restore the file (docs/operations.md)"
-        ) from error

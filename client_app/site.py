@@ -11,10 +11,9 @@ from flwr.common import log
 from client_app import policy as checks
 from client_app.audit import AuditLog
 from client_app.institution import Institution
-from client_app.privacy_account import PrivacyAccount, PrivateSteps, account_line, private_steps
+from client_app.privacy_account import LINE, PrivacyAccount, PrivateSteps, private_steps
 from client_app.state import ClientState
-from federation.authentication import AuthenticationError, SignedInstruction
-from federation.instruction_keys import read_public_key
+from federation.authentication import AuthenticationError, SignedInstruction, read_public_key
 from federation.messages import Instruction, InstructionError
 from federation.node_config import check_keys, is_simulation
 from federation.run_config import RunConfig, Scalar
@@ -82,7 +81,11 @@ class Site:
         if not self.has_spent(draw):
             spent = PrivacyAccount(self.privacy).spend(steps, self.about)
             # Include all fields of the account, so that it can be restored from the audit log.
-            facts = {"epsilon": spent, "delta": self.privacy.delta, **account_line(steps)}
+            facts = {
+                "epsilon": spent,
+                "delta": self.privacy.delta,
+                **LINE.dump_python(steps, by_alias=True),
+            }
             self.record("privacy", draw=draw, **facts)
         return steps
 

@@ -151,16 +151,6 @@ class RunConfig(Section):
     def _is_absolute_or_none(cls, value: str) -> str:
         return value if value == UNSIGNED else cls._is_absolute(value)
 
-    @field_validator("data")
-    @classmethod
-    def _names_its_label(cls, value: DataSettings) -> DataSettings:
-        if value.path and value.partition in {"label", "dirichlet"} and not value.partition_field:
-            raise ValueError(
-                f'data.partition = "{value.partition}" needs data.partition-field, the column '
-                "with the label"
-            )
-        return value
-
     @model_validator(mode="after")
     def _is_consistent(self) -> "RunConfig":
         if self.adapter.kind == "prefix" and self.model.gradient_checkpointing:
@@ -172,6 +162,11 @@ class RunConfig(Section):
             raise ValueError(
                 f'data.pool = "{self.data.pool}" combines clients into a single one, but min-nodes '
                 f"is {self.min_nodes}; set min-nodes to 1"
+            )
+        kind = self.data.partition
+        if self.data.path and kind in {"label", "dirichlet"} and not self.data.partition_field:
+            raise ValueError(
+                f'data.partition = "{kind}" needs data.partition-field, the column with the label'
             )
         mu = self.fedprox.mu
         if self.strategy == "fedprox" and mu == 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from federation.resumption import FOLDER, checkpoint_files
+from federation.run_folder import CHECKPOINTS, checkpoint_files
 from federation.run_config import ConfigError
 from finetuning.adapters.adapter import State
 from finetuning.files import replacing
@@ -100,4 +100,4 @@ def _with_prefix(tensors: State, prefix: str) -> State:
 
 
 def _path(directory: Path, round_number: int) -> Path:
-    return directory / FOLDER / f"round-{round_number:04d}.safetensors"
+    return directory / CHECKPOINTS / f"round-{round_number:04d}.safetensors"

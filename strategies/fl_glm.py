@@ -120,7 +120,14 @@ class FLGLM(Rounds):
         final = self._evaluation(server_round).final
         for message in super().configure_evaluate(server_round, arrays, config, grid):
             client = self._participants.recipient_of(message).name
-            bodies = self._bodies_of(client, server_round)
+            # For each model that the client evaluates, the round and the body's adapter.
+            bodies: dict[str, tuple[int, State | None]] = {}
+            if server_round == 0:
+                bodies["base"] = (0, None)
+            if server_round > 0 or self.config.initial_adapter:
+                bodies["global"] = (server_round, self._body)
+            if server_round > 0 and (own := self._journal.personalised(client)):
+                bodies["personalised"] = (own[0], take_apart(own[1], self._partition)["body"])
             states = {model: state for model, (_, state) in bodies.items()}
             invitation = self._server.invite_to_evaluate(
                 client, round_number=server_round, models=states, lifetime=message.metadata.ttl
@@ -196,17 +203,6 @@ class FLGLM(Rounds):
             event = {underscored(k): v for k, v in asdict(account).items()}
             event["error"] = printable(account.error)  # may quote the client
             self._journal.record({"event": "lane", "round": server_round, **event})
-
-    def _bodies_of(self, client: str, server_round: int) -> dict[str, tuple[int, State | None]]:
-        """Return, for each model that a client evaluates, the round and the body's adapter."""
-        bodies: dict[str, tuple[int, State | None]] = {}
-        if server_round == 0:
-            bodies["base"] = (0, None)
-        if server_round > 0 or self.config.initial_adapter:
-            bodies["global"] = (server_round, self._body)
-        if server_round > 0 and (own := self._journal.personalised(client)):
-            bodies["personalised"] = (own[0], take_apart(own[1], self._partition)["body"])
-        return bodies
 
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
         # A correct client replies only after the server has confirmed its last step.

@@ -96,7 +96,8 @@ class Participants:
         self._instruction = instruction
         self.fingerprint = dict(fingerprint)
         self._registered: dict[int, Participant] = {}
-        self._asked: dict[int, Participant] = {}
+        # Data sizes of the recipients of the last messages, keyed and sorted by name.
+        self.asked: dict[str, int] = {}
         # Why other clients aren't among the recipients of the last messages.
         self._absent: dict[str, str] = {}
         # Time at which each queried SuperNode connected; None to query it again.
@@ -168,11 +169,6 @@ class Participants:
         return problems
 
     @property
-    def asked(self) -> dict[str, int]:
-        """Data sizes of the recipients of the last messages, keyed and sorted by name."""
-        return {p.name: p.examples for p in self._asked.values()}
-
-    @property
     def all_withhold(self) -> bool:
         """Whether the policies of all connected clients withhold importance."""
         connected = [p for p in self._registered.values() if p.name not in self._absent]
@@ -206,12 +202,12 @@ class Participants:
         drawn = self._drawn(connected, draw)
         self._absent = dict.fromkeys(absent, "its SuperNode is not connected")
         self._absent |= self._prepare(grid, drawn)
-        prepared = (self._registered[p.node_id] for p in drawn)
-        self._asked = {p.node_id: p for p in prepared if p.examples}
-        ttl = self._config.reply_timeout * turns(grid, len(self._asked))
+        prepared = [p for p in (self._registered[p.node_id] for p in drawn) if p.examples]
+        self.asked = {p.name: p.examples for p in prepared}
+        ttl = self._config.reply_timeout * turns(grid, len(prepared))
         if message_type == MessageType.TRAIN and self._config.late_replies:
             ttl *= 2  # the reply can arrive until the end of the evaluation
-        nodes = list(self._asked)
+        nodes = [p.node_id for p in prepared]
         is_serial = self._config.strategy == "fl-glm" and self._config.split.schedule == "serial"
         is_shuffled = is_serial and self._config.split.order == "shuffled"
         if message_type == MessageType.TRAIN and is_shuffled:

@@ -44,7 +44,6 @@ _LARGEST_WEIGHT = 2.0**30
 
 def reason_to_refuse(
     reply: Message,
-    *,
     name: str,
     examples: int,
     base: str,

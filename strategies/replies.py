@@ -7,7 +7,7 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.common import log
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from federation.answers import Answer, answers_of
 from federation.messages import ARRAYS, State, from_arrays, metrics_of, withheld_of
 from finetuning.files import filling
+from split.protocol.errors import printable
 from strategies.journal import Journal
-from strategies.participants import TooFewClientsError
+from strategies.participants import Participant, TooFewClientsError
+from strategies.refusals import reason_to_refuse, says_not_finite
 
 
 class NotFiniteError(RuntimeError):
@@ -39,20 +41,37 @@ class Replies:
         # Clients that reported a loss or gradient that isn't finite.
         self.not_finite: list[str] = []
 
-    def add(self, name: str, reply: Message, has_arrays: bool) -> None:
-        """Add a client's valid reply; ignore arrays that were neither requested nor checked.
+    def add(
+        self,
+        reply: Message,
+        sender: Participant,
+        base: str,
+        reference: ArrayRecord | None,
+        minimum: float,
+        answers: int,
+    ) -> str | None:
+        """Add a client's reply, and return None; or return why the client is left out.
 
-        Raise ``DiskFullError`` if the arrays don't fit on the disk.
+        The parameters are those of ``reason_to_refuse``. Arrays that were not requested are
+        ignored. Raise ``DiskFullError`` if the arrays don't fit on the disk.
         """
+        name, examples = sender.name, sender.examples
+        reason = reason_to_refuse(reply, name, examples, base, reference, minimum, answers)
+        if reason is not None:
+            reason = self.left_out[name] = printable(reason)
+            if says_not_finite(reply, reason):
+                self.not_finite.append(name)
+            return reason
         self.metrics[name] = dict(metrics_of(reply))
         self.answers[name] = answers_of(reply)
         if withheld := withheld_of(reply):
             self.withheld[name] = withheld
             log(WARNING, "%s: %s", name, withheld)
-        if has_arrays:
+        if reference is not None:
             state = from_arrays(reply.content.array_records[ARRAYS])
             with filling(self._folder.parent):
                 save_file(state, self.file(name), metadata={"format": "pt"})
+        return None
 
     def leave_out(self, name: str, reason: str) -> None:
         """Leave out a client whose reply was already added."""

@@ -20,19 +20,17 @@ from federation.run_folder import LaneStatus, Phase, RunStatus
 from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
-from split.protocol.errors import printable
 from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import (
     Journal,
+    LiveStatus,
     Progress,
     evaluation_events,
     reasons,
     record_scaled,
     underscored,
 )
-from strategies.live_status import LiveStatus
 from strategies.participants import Participants
-from strategies.refusals import reason_to_refuse, says_not_finite
 from strategies.replies import Replies
 
 
@@ -219,22 +217,8 @@ class Rounds(Strategy):
         """
         for reply in replies:
             if sender := self._participants.sender_of(reply):
-                reason = reason_to_refuse(
-                    reply,
-                    name=sender.name,
-                    examples=sender.examples,
-                    base=self._instruction.base,
-                    reference=reference,
-                    minimum=minimum,
-                    answers=self.config.evaluate.shown,
-                )
-                if reason is None:
-                    collected.add(sender.name, reply, has_arrays=reference is not None)
-                else:
-                    reason = printable(reason)
-                    collected.left_out[sender.name] = reason
-                    if says_not_finite(reply, reason):
-                        collected.not_finite.append(sender.name)
+                base, answers = self._instruction.base, self.config.evaluate.shown
+                reason = collected.add(reply, sender, base, reference, minimum, answers)
                 if not are_late:
                     self._status.add(sender.name, reason)
             del reply  # release its memory before the next reply is pulled

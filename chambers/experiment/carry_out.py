@@ -11,9 +11,8 @@ from chambers.errors import CommandError
 from chambers.experiment.plan import Run
 from chambers.in_process import run_in_process
 from chambers.train import count_clients
-from federation.resumption import checkpoint_files
 from federation.run_config import RunConfig
-from federation.run_folder import read_status
+from federation.run_folder import read_status, checkpoint_files
 
 
 def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:

@@ -17,7 +17,7 @@ from chambers.site.connection import clock, filtered, healthy, lasting, lasting_
 from chambers.site.keys import read_node_key
 from chambers.site.registration import is_registered
 from chambers.site.report import Report
-from federation.instruction_keys import read_public_key
+from federation.authentication import read_public_key
 from federation.node_config import name_and_data_path
 from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker

@@ -6,7 +6,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from chambers.errors import CommandError
 from chambers.site.ssh_keys import write_pair
-from federation.instruction_keys import read_private_key, read_public_key
+from federation.authentication import read_private_key, read_public_key
 from federation.run_config import ConfigError
 from federation.site_policy import PolicyError
 

@@ -16,8 +16,7 @@ from flwr.common.serde import message_to_proto
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 from safetensors.torch import load_file
 
-from federation.authentication import Signer
-from federation.instruction_keys import read_private_key
+from federation.authentication import Signer, read_private_key
 from federation.messages import ARRAYS, CONFIG, Instruction, to_arrays
 from federation.packed_content import EncryptedArrays
 from federation.run_config import parse_run_config

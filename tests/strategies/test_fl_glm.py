@@ -23,7 +23,7 @@ from split.client import connecting
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.protocol.frames import Kind
-from strategies import live_status
+from strategies import journal as journals
 from strategies.participants import RefusedError
 from tests.conftest import config
 from tests.finetuning.data.templates import THINKING
@@ -472,7 +472,7 @@ def test_progress_within_a_round_is_shown(split_values, tmp_path, monkeypatch):
             else:
                 threading.Thread(target=super()._ask, args=[messages]).start()
 
-    monkeypatch.setattr(live_status, "_REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(journals, "_REFRESH_SECONDS", 0.0)
     values = split_values | {"state-path": str(tmp_path), "rounds": 1, "train.local-steps": 20}
     nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
     shown = run_in_process(values, tmp_path, 3, Threaded(values, nodes)).shown

@@ -27,8 +27,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.superlink.grid import HttpGrid
 
-from federation.authentication import REPLY, SignedInstruction, Signer
-from federation.instruction_keys import signer_of
+from federation.authentication import REPLY, SignedInstruction, Signer, signer_of
 from federation.messages import ARRAYS, CONFIG, answer, problem_of, to_arrays
 from federation.run_config import ConfigError, parse_run_config
 from strategies.exchange import exchange
