@@ -14,7 +14,17 @@ from rich.table import Table
 from chambers.disk_space import ACCESS_LOG, DATABASE, MIN_FREE_GIB, free_gib, top_sender
 from chambers.errors import described
 from chambers.time_left import durations, time_left
-from federation.run_folder import (LOG, METRICS, Event, LaneStatus, RunStatus, is_running, read_events, read_status, checkpoint_files)
+from federation.run_folder import (
+    LOG,
+    METRICS,
+    Event,
+    LaneStatus,
+    RunStatus,
+    checkpoint_files,
+    is_running,
+    read_events,
+    read_status,
+)
 from split.protocol.errors import printable
 
 

@@ -18,7 +18,7 @@ from chambers.errors import CommandError
 from chambers.gpu_memory import plan
 from chambers.sources import argument, count
 from federation.run_config import RunConfig, Scalar, parse_run_config
-from federation.run_folder import METRICS, read_events, results_folder, check_resumable
+from federation.run_folder import METRICS, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import DataError, is_data_set_id, is_hub_id, read_values
 from finetuning.data.rows import client_folders, find_part

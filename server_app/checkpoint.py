@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from federation.run_folder import CHECKPOINTS, checkpoint_files
 from federation.run_config import ConfigError
+from federation.run_folder import CHECKPOINTS, checkpoint_files
 from finetuning.adapters.adapter import State
 from finetuning.files import replacing
 from finetuning.model.fingerprint import differences

@@ -13,7 +13,16 @@ from flwr.serverapp import Grid, ServerApp
 from federation.authentication import signer_of
 from federation.messages import to_arrays
 from federation.run_config import ConfigError, RunConfig, parse_run_config
-from federation.run_folder import (METRICS, SUMMARY, announce, end_status, read_status, running, check_resumable, checkpoint_files)
+from federation.run_folder import (
+    METRICS,
+    SUMMARY,
+    announce,
+    check_resumable,
+    checkpoint_files,
+    end_status,
+    read_status,
+    running,
+)
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.adapters.saved import read_fitting
 from finetuning.files import replacing

@@ -12,7 +12,7 @@ from chambers.experiment.plan import Run
 from chambers.in_process import run_in_process
 from chambers.train import count_clients
 from federation.run_config import RunConfig
-from federation.run_folder import read_status, checkpoint_files
+from federation.run_folder import checkpoint_files, read_status
 
 
 def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:

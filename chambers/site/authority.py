@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -44,33 +44,21 @@ class Authority:
         The certificate is valid for the host names and addresses in ``names``. Raise
         ``CommandError`` if the authority would expire before the certificate.
         """
-        now = datetime.now(UTC)
-        end = now + timedelta(days=days)
+        end = datetime.now(UTC) + timedelta(days=days)
         if end > self.certificate.not_valid_after_utc:
             raise CommandError(
                 f"{folder / AUTHORITY} expires in {days_left(self.certificate)} days, before the "
                 "certificate would; create a new authority, as docs/operations.md describes"
             )
-        key = ec.generate_private_key(ec.SECP256R1())
         issuer = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
-        certificate = (
-            _builder(key.public_key(), now, end)
-            .subject_name(_common_name(names[0]))
-            .issuer_name(self.certificate.subject)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(digital_signature=True), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(
-                x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False
-            )
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer.value),
-                critical=False,
-            )
-            .sign(self.key, hashes.SHA256())
+        extensions = (
+            x509.BasicConstraints(ca=False, path_length=None),
+            _usage(digital_signature=True),
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+            x509.SubjectAlternativeName([_general_name(name) for name in names]),
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer.value),
         )
-        _write(folder / SERVER, certificate, key)
-        return certificate
+        return _create(folder / SERVER, names[0], end, extensions, self).certificate
 
 
 def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
@@ -81,7 +69,10 @@ def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
     file = folder / AUTHORITY
     key_file = file.with_suffix(".key")
     if not file.exists() and not key_file.exists():
-        return _create_authority(folder, new_days)
+        end = datetime.now(UTC) + timedelta(days=new_days)
+        limits = x509.BasicConstraints(ca=True, path_length=0)
+        usage = _usage(key_cert_sign=True, crl_sign=True)
+        return _create(file, "Chambers authority", end, (limits, usage))
     for here, other in ((file, key_file), (key_file, file)):
         if not here.exists():
             raise CommandError(f"{here} is missing: restore it, or move {other} to another folder")
@@ -142,33 +133,39 @@ def days_left(certificate: x509.Certificate) -> int:
     return (certificate.not_valid_after_utc - datetime.now(UTC)).days
 
 
-def _create_authority(folder: Path, days: int) -> Authority:
-    now = datetime.now(UTC)
+def _create(
+    file: Path,
+    name: str,
+    end: datetime,
+    extensions: Iterable[x509.ExtensionType],
+    issuer: Authority | None = None,
+) -> Authority:
+    """Write a certificate, signed by the issuer or else by itself, and its new key.
+
+    The key is written to the file with the suffix ``.key``.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _common_name("Chambers authority")
-    certificate = (
-        _builder(key.public_key(), now, now + timedelta(days=days))
-        .subject_name(name)
-        .issuer_name(name)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    _write(folder / AUTHORITY, certificate, key)
-    return Authority(certificate, key)
-
-
-def _builder(
-    key: ec.EllipticCurvePublicKey, now: datetime, end: datetime
-) -> x509.CertificateBuilder:
-    return (
+    # The field is limited to 64 characters. Clients ignore it, and use the alternative names.
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    builder = (
         x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer.certificate.subject if issuer else subject)
         .serial_number(x509.random_serial_number())
-        .public_key(key)
-        .not_valid_before(now - timedelta(days=1))  # some machines' clocks are slow
+        .public_key(key.public_key())
+        .not_valid_before(datetime.now(UTC) - timedelta(days=1))  # some machines' clocks are slow
         .not_valid_after(end)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
+    for each in extensions:
+        critical = isinstance(each, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(each, critical=critical)
+    certificate = builder.sign(issuer.key if issuer else key, hashes.SHA256())
+    key_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_secret(file.with_suffix(".key"), key_bytes)
+    with replacing(file) as aside:
+        aside.write_bytes(certificate.public_bytes(Encoding.PEM))
+    return Authority(certificate, key)
 
 
 def _usage(**allowed: bool) -> x509.KeyUsage:
@@ -177,11 +174,6 @@ def _usage(**allowed: bool) -> x509.KeyUsage:
         *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
     )
     return x509.KeyUsage(**{kind: allowed.get(kind, False) for kind in kinds})
-
-
-def _common_name(text: str) -> x509.Name:
-    # The field is limited to 64 characters. Clients ignore it, and use the alternative names.
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
 def _general_name(name: str) -> x509.GeneralName:
@@ -194,11 +186,3 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-def _write(file: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    """Write a certificate, and its key to the file with the suffix ``.key``."""
-    key_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_secret(file.with_suffix(".key"), key_bytes)
-    with replacing(file) as aside:
-        aside.write_bytes(certificate.public_bytes(Encoding.PEM))

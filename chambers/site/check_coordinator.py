@@ -14,16 +14,10 @@ from cryptography.exceptions import InvalidSignature
 from chambers.disk_space import ACCESS_LOG, existing, top_sender
 from chambers.errors import CommandError
 from chambers.run import HUB
-from chambers.site.authority import (
-    AUTHORITY,
-    SERVER,
-    names_of,
-    read_certificate,
-    read_key,
-)
+from chambers.site.authority import AUTHORITY, SERVER, names_of, read_certificate, read_key
 from chambers.site.check_machine import check_model, disk, gpu
 from chambers.site.connection import filtered, healthy, lasting_file
-from chambers.site.instructions import check_instructions
+from chambers.site.keys import check_instructions, check_secret
 from chambers.site.report import AdviceError, Report
 
 
@@ -73,8 +67,7 @@ def _connection(folder: Path) -> str:
 def _pair(file: Path, key_file: Path) -> str:
     if read_key(key_file).public_key() != read_certificate(file).public_key():
         raise CommandError(f"{key_file} is not the key of {file}: {_renewal(file)}")
-    if key_file.stat().st_mode & 0o077:
-        raise CommandError(f"{key_file} can be read by other users: chmod 600 {key_file}")
+    check_secret(key_file)
     return f"{key_file} is the key of {file}"
 
 

@@ -4,18 +4,15 @@ from pathlib import Path
 
 import platformdirs
 import yaml
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import ValidationError
 
 from chambers.errors import CommandError, read_bytes
 from chambers.site import host
 from chambers.site.authority import AUTHORITY
 from chambers.site.check_machine import check_model, disk, gpu
-from chambers.site.connection import clock, filtered, healthy, lasting, lasting_file
-from chambers.site.keys import read_node_key
-from chambers.site.registration import is_registered
+from chambers.site.connection import clock, filtered, healthy, is_registered, lasting, lasting_file
+from chambers.site.keys import parse_public_key, read_node_key
 from chambers.site.report import Report
 from federation.authentication import read_public_key
 from federation.node_config import name_and_data_path
@@ -84,11 +81,7 @@ def _trusted(file: Path) -> str:
             "any code if the file contains {}; get trusted.yaml from your reviewer"
         )
     for name, line in entities.items():
-        try:
-            key = load_ssh_public_key(str(line).encode())
-        except (ValueError, UnsupportedAlgorithm):
-            key = None
-        if not isinstance(key, Ed25519PublicKey):
+        if not isinstance(parse_public_key(str(line).encode()), Ed25519PublicKey):
             raise CommandError(
                 f"{file}: {name} is not an Ed25519 key: get trusted.yaml from your reviewer"
             )

@@ -38,7 +38,7 @@ class Coordinator:
     def __call__(self) -> int:
         """Write the files that are missing, and print what to send to the institutions."""
         from chambers.site import authority
-        from chambers.site.instructions import PUBLIC, open_instructions
+        from chambers.site.keys import PUBLIC, open_instructions
 
         names = authority.check_names(self.names)
         folder = host.open_folder(self.folder, self.model)

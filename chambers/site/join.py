@@ -74,7 +74,7 @@ class Join:
 
     def _await_admission(self, folder: Path, key: "ec.EllipticCurvePrivateKey") -> int:
         from chambers.site.check_institution import check_institution
-        from chambers.site.registration import is_registered
+        from chambers.site.connection import is_registered
 
         host.enter(folder)
         model = self.model if self.model in BUILT_IN else f"{folder}/model"

@@ -1,15 +1,27 @@
-"""Node keys, which authenticate institutions to the coordinator's SuperLink."""
+"""Key pairs in OpenSSH format: node keys, keys that sign instructions, and reviewers' keys."""
 
 import hashlib
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 
 from chambers.errors import CommandError, read_bytes
-from chambers.site.ssh_keys import public_line, read_private_key, write_pair
-from finetuning.files import replacing
+from federation import instruction_keys
+from federation.run_config import ConfigError
+from federation.site_policy import PolicyError
+from finetuning.files import replacing, write_secret
+
+KEY, PUBLIC = "instructions.key", "instructions.pub"
 
 
 def open_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
@@ -36,17 +48,13 @@ def read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
             f"{file} is not a key that Flower can read (elliptic curve, OpenSSH format, no "
             "passphrase); chambers site join writes one"
         )
-    if file.stat().st_mode & 0o077:
-        raise CommandError(f"{file} can be read by other users: chmod 600 {file}")
+    check_secret(file)
     return key
 
 
 def read_public_key(file: Path) -> ec.EllipticCurvePublicKey:
     """Read a node's public key; raise ``CommandError`` if the file isn't one."""
-    try:
-        key = load_ssh_public_key(read_bytes(file))
-    except (ValueError, UnsupportedAlgorithm):
-        key = None
+    key = parse_public_key(read_bytes(file))
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise CommandError(f"{file} is not the node.pub that chambers site join has written")
     return key
@@ -57,5 +65,77 @@ def digest(key: ec.EllipticCurvePublicKey) -> str:
     return hashlib.sha256(_line(key).encode()).hexdigest()
 
 
-def _line(key: ec.EllipticCurvePublicKey) -> str:
-    return f"{public_line(key, 'node')}\n"
+def open_instructions(folder: Path) -> Path:
+    """Return the path of the coordinator's public key; create the key pair if it doesn't exist."""
+    key, public = folder / KEY, folder / PUBLIC
+    if not key.exists() and not public.exists():
+        write_pair(key, Ed25519PrivateKey.generate(), public)
+    check_instructions(folder)
+    return public
+
+
+def check_instructions(folder: Path) -> str:
+    """Check the key pair that signs instructions; return a description.
+
+    Raise ``CommandError`` if a file is missing or invalid, the keys don't match, or other users can
+    read the private key.
+    """
+    file, public = folder / KEY, folder / PUBLIC
+    try:
+        key = instruction_keys.read_private_key(file)
+        same = instruction_keys.read_public_key(str(public)) == key.public_key()
+    except (ConfigError, PolicyError) as error:
+        raise CommandError(
+            f"{error}: restore both {KEY} and {PUBLIC}; or remove both, run chambers site "
+            f"coordinator again, and send every institution the new {PUBLIC}"
+        ) from error
+    if not same:
+        raise CommandError(f"{public} is not the public half of {file}")
+    check_secret(file)
+    return f"{file} signs instructions; {public} is its public half"
+
+
+def read_private_key(file: Path) -> object:
+    """Read a private key; return None if it is invalid or has a passphrase."""
+    try:
+        return load_ssh_private_key(read_bytes(file), password=None)
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key has a passphrase
+        return None
+
+
+def parse_public_key(line: bytes) -> object:
+    """Parse a public key; return None if it is invalid."""
+    try:
+        return load_ssh_public_key(line)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+
+
+def check_secret(file: Path) -> None:
+    """Raise ``CommandError`` if other users can read a file."""
+    if file.stat().st_mode & 0o077:
+        raise CommandError(f"{file} can be read by other users: chmod 600 {file}")
+
+
+def write_pair(
+    file: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey, public: Path | None = None
+) -> Path:
+    """Write a private key without a passphrase, readable only by this user, and the public key.
+
+    Return the path of the public key, by default ``FILE.pub``; refuse to overwrite a file.
+    """
+    public = public or file.with_name(f"{file.name}.pub")
+    for target in (file, public):
+        if target.exists():
+            raise CommandError(
+                f"{target} exists: move it away for a new key, which must be admitted or trusted"
+            )
+    write_secret(file, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    with replacing(public) as aside:
+        aside.write_text(_line(key.public_key(), file.name))
+    return public
+
+
+def _line(key: ec.EllipticCurvePublicKey | Ed25519PublicKey, comment: str = "node") -> str:
+    """Return the content of a public key's file."""
+    return f"{key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()} {comment}\n"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from chambers.errors import CommandError
 from chambers.site.host import TRUSTED
-from chambers.site.ssh_keys import read_private_key, write_pair
+from chambers.site.keys import read_private_key, write_pair
 from finetuning.files import replacing
 
 ANSWER = "fetch-fab.json"

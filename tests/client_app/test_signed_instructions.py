@@ -8,7 +8,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from chambers.site.ssh_keys import write_pair
+from chambers.site.keys import write_pair
 from federation.authentication import (
     INSTRUCTION,
     AuthenticationError,

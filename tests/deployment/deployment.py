@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from chambers.site.authority import check_names, open_authority
-from chambers.site.instructions import open_instructions
-from chambers.site.keys import open_node_key
+from chambers.site.keys import open_instructions, open_node_key
 from federation.run_config import Scalar
 from tests.deployment.compose import read_services
 from tests.deployment.hosts import FOLDER, Host, network

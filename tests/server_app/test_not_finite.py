@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from chambers.in_process import InProcessGrid
-from federation.run_folder import checkpoint_files
 from federation.messages import METRICS, config_of
+from federation.run_folder import checkpoint_files
 from strategies.participants import TooFewClientsError
 from strategies.replies import NotFiniteError
 from tests.marks import nightly

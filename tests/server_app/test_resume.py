@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from chambers.in_process import InProcessGrid
-from federation.run_folder import check_resumable, checkpoint_files
 from federation.messages import to_arrays
 from federation.run_config import ConfigError, parse_run_config
+from federation.run_folder import check_resumable, checkpoint_files
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from chambers.in_process import InProcessGrid
 from chambers.run_status import look
 from federation.run_config import ConfigError
-from federation.run_folder import read_status, checkpoint_files
+from federation.run_folder import checkpoint_files, read_status
 from finetuning.files import DiskFullError, remove_unfinished, remove_whole, replacing
 from server_app import main as server_app
 from server_app.results import Results

@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 
 from chambers.site.authority import INSIDE, open_authority
-from chambers.site.instructions import open_instructions
-from chambers.site.keys import open_node_key
+from chambers.site.keys import open_instructions, open_node_key
 from chambers.superlink import free_port
 from tests.chambers.conftest import ROOT
 from tests.waiting import wait_until

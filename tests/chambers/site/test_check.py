@@ -26,8 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from chambers.__main__ import main
 from chambers.site.authority import INSIDE, open_authority
 from chambers.site.check_coordinator import check_coordinator
-from chambers.site.instructions import open_instructions
-from chambers.site.keys import open_node_key
+from chambers.site.keys import open_instructions, open_node_key
 from chambers.site.release import open_signing_key
 from federation.worker_socket import connected_worker, send
 from finetuning.model.base_model import locate
