@@ -52,7 +52,7 @@ from bench.job import (
     serving,
 )
 from bench.proxy import Proxy
-from chambers.drafts import find_draft
+from chambers.models import find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.generation import GREEDY, Answering
 from finetuning.model.base_model import load_tokenizer, locate

@@ -18,9 +18,8 @@ from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
 from chambers.merge import Merge
 from chambers.run import Run
-from chambers.serve import Serve
-from chambers.sheet.make import Make
-from chambers.sheet.read import Read
+from chambers.serve import Serve, Stage
+from chambers.sheet.command import Make, Read
 from chambers.site.check import Check
 from chambers.site.coordinator import Coordinator
 from chambers.site.join import Join
@@ -28,7 +27,6 @@ from chambers.site.nodes import Admit, Expel, Nodes
 from chambers.site.sign import Sign
 from chambers.site.up import Up
 from chambers.site.worker import Worker
-from chambers.stage import Stage
 from chambers.status import Status
 from chambers.train import Train
 from finetuning.errors import UserError

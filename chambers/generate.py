@@ -15,8 +15,7 @@ from finetuning.data.rows import Row
 from finetuning.files import filling
 
 if TYPE_CHECKING:
-    from chambers.drafts import Draft
-    from chambers.models import Source
+    from chambers.models import Draft, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +71,7 @@ class Generate(AdapterOptions):
         """Generate the texts."""
         self._check()
         rows = self._rows()
-        from chambers.drafts import find_draft
-        from chambers.models import check_length, find, opened
+        from chambers.models import check_length, find, find_draft, opened
         from finetuning.model.base_model import load_tokenizer
 
         source = find(self, self.invitation)

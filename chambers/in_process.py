@@ -6,6 +6,7 @@ than training a small model.
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 from uuid import uuid4
 
@@ -22,17 +23,25 @@ from server_app.main import app as server_app
 class InProcessGrid(Grid):
     """Passes each message directly to the ClientApp, one SuperNode after another.
 
-    ``nodes`` contains the SuperNodes' node configs, keyed by node id.
+    ``nodes`` contains the SuperNodes' node configs, keyed by node id. If ``together``, train
+    messages are passed to all SuperNodes concurrently, each in a thread: with
+    ``split.schedule = "client-batch"``, clients wait for each other within every step. Each client
+    then has its own model. Messages of other types are still passed one after another, because
+    evaluation before round 1 loads models, and libraries patch global functions to load them.
     """
 
     def __init__(
-        self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
+        self,
+        run_config: Mapping[str, Scalar],
+        nodes: Mapping[int, Mapping[str, Scalar]],
+        together: bool = False,
     ) -> None:
         # Flower marks every message with the process's run and node, which are set here.
         TaskIdentity.run_id = TaskIdentity.task_id = 1
         TaskIdentity.node_id = 0
         self._run_config = dict(run_config)
         self._nodes = nodes
+        self._kept: dict[int, Kept] = {node: {} for node in nodes} if together else {}
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:
@@ -67,7 +76,12 @@ class InProcessGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Pass the messages to their clients, and return all replies."""
-        return [self._answer(message) for message in messages]
+        sent = list(messages)
+        training = all(message.metadata.message_type == MessageType.TRAIN for message in sent)
+        if not (self._kept and training):
+            return [self._answer(message) for message in sent]
+        with ThreadPoolExecutor(max(1, len(sent))) as pool:
+            return list(pool.map(self._answer, sent))
 
     def _ask(self, messages: Iterable[Message]) -> None:
         replies = self.send_and_receive(messages)
@@ -76,41 +90,13 @@ class InProcessGrid(Grid):
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
         context = Context(1, node, dict(self._nodes[node]), RecordDict(), self._run_config)
-        return client_app(message, context)
-
-
-class ConcurrentGrid(InProcessGrid):
-    """Passes train messages to all SuperNodes concurrently, each in a thread.
-
-    With ``split.schedule = "client-batch"``, clients wait for each other within every step. Each
-    client has its own model. Messages of other types are passed one after another, because
-    evaluation before round 1 loads models, and libraries patch global functions to load them.
-    """
-
-    def __init__(
-        self, run_config: Mapping[str, Scalar], nodes: Mapping[int, Mapping[str, Scalar]]
-    ) -> None:
-        super().__init__(run_config, nodes)
-        self._kept: dict[int, Kept] = {node: {} for node in nodes}
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Pass the messages to their clients, and return all replies."""
-        sent = list(messages)
-        if any(message.metadata.message_type != MessageType.TRAIN for message in sent):
-            return super().send_and_receive(sent)
-        with ThreadPoolExecutor(max(1, len(sent))) as pool:
-            return list(pool.map(self._answer, sent))
-
-    def _answer(self, message: Message) -> Message:
-        with keeping_in(self._kept[message.metadata.dst_node_id]):
-            return super()._answer(message)
+        with keeping_in(self._kept[node]) if self._kept else nullcontext():
+            return client_app(message, context)
 
 
 def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
     """Execute a complete run as in a simulation; raise the ServerApp's error if the run fails."""
     nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
     together = values.get("split.schedule") in {"client-batch", "hierarchical"}
-    grid = (ConcurrentGrid if together else InProcessGrid)(values, nodes)
+    grid = InProcessGrid(values, nodes, together)
     server_app(grid, Context(1, 0, {}, RecordDict(), dict(values)))

@@ -1,17 +1,20 @@
 """Find and load models, either whole or with the middle blocks at a block server."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from chambers.errors import CommandError
-from chambers.invitation_file import read_invitation
+from pydantic import ValidationError
+
+from chambers.errors import CommandError, read_bytes
 from chambers.lane_model import LaneModel, explained
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
-from finetuning.model.base_model import load_base_model, locate, reference
+from finetuning.model.base_model import load_base_model, load_tokenizer, locate, reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.model.whole_model import WholeModel
@@ -74,6 +77,25 @@ def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
     if run is not None:
         refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
     return Source(settings, directory, adapter)
+
+
+def read_invitation(file: Path) -> StandingInvitation:
+    """Read an invitation; raise ``CommandError`` if it is unreadable, invalid or expired."""
+    try:
+        found = StandingInvitation.model_validate_json(read_bytes(file))
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise CommandError(
+            f"{file} is not an invitation that `chambers serve` has written "
+            f"({f'{where}: ' if where else ''}{problem['msg']}); ask for the file again"
+        ) from None
+    if found.expires <= datetime.now(UTC):
+        raise CommandError(
+            f"the invitation {file} expired on {found.expires:%Y-%m-%d at %H:%M} UTC; ask the "
+            "coordinator for a new one"
+        )
+    return found
 
 
 def check_length(
@@ -191,3 +213,32 @@ def _whole(source: Source) -> WholeModel:
 
 def _partition_of(invitation: StandingInvitation) -> Partition:
     return Partition(invitation.blocks, invitation.head_blocks, invitation.tail_blocks)
+
+
+_FROM_PROMPT = 5  # number of tokens per draft
+
+
+@dataclass(frozen=True)
+class Draft:
+    """How tokens are drafted."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``generate``
+    room: int = 0  # number of drafted tokens by which a text may exceed its maximum length
+
+
+NO_DRAFT = Draft()
+
+
+def find_draft(name: str | None, tokenizer: Any) -> Draft:
+    """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
+
+    Raise ``CommandError`` if the tokenizers of the small and the large model differ.
+    """
+    if name is None:
+        return NO_DRAFT
+    if name == "prompt":
+        return Draft({"prompt_lookup_num_tokens": _FROM_PROMPT}, room=_FROM_PROMPT)
+    small = load_base_model(ModelSettings(name=name))
+    if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
+        raise CommandError(f"--draft {name}: its tokenizer is not that of the model")
+    return Draft({"assistant_model": small.model})

@@ -1,5 +1,6 @@
-"""``chambers serve``: serve a model to invited institutions through a block server."""
+"""``chambers serve`` and ``chambers stage``: compute middle blocks for other machines."""
 
+import logging
 import signal
 import sys
 import threading
@@ -168,3 +169,21 @@ class Serve(AdapterOptions):
             name = name.replace("activation-budget", "max-tokens")
             reason = problem["msg"].removeprefix("Value error, ")
             raise CommandError(f"--{name} {problem['input']}: {reason}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Compute middle blocks for a coordinator on another host.
+
+    Whoever has the key can use it, one run after another. docs/operations.md says how to make one.
+    """
+
+    listen: Annotated[str, option("Address and port to listen on.", "HOST:PORT")]
+    key: Annotated[Path, option("File with a private key and its certificate.", "FILE")]
+
+    def __call__(self) -> int:
+        """Serve until the process is interrupted."""
+        from split.server.stage import serve_stage
+
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
+        serve_stage(self.listen, self.key)

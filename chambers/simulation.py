@@ -9,8 +9,7 @@ from pathlib import Path
 
 from chambers.app_folder import write_app
 from chambers.interruption import interrupt_at_end
-from chambers.run_log import RunLog
-from chambers.run_view import Lines, following, live_view
+from chambers.run_view import Lines, RunLog, following, live_view
 from chambers.superlink import COMPLETED, RUN_LINK, private_superlink, run_app
 from federation.run_config import Scalar
 from federation.run_folder import LOG, SUMMARY, checkpoint_files

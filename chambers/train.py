@@ -21,7 +21,7 @@ from federation.run_config import RunConfig, Scalar, parse_run_config
 from federation.run_folder import METRICS, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import DataError, is_data_set_id, is_hub_id, read_values
-from finetuning.data.rows import client_folders, find_part
+from finetuning.data.rows import client_folders, find_parts
 from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.model.names import BUILT_IN, TINY, resolve
 from finetuning.settings import DataSettings
@@ -296,11 +296,7 @@ def _check_rows(path: Path, settings: DataSettings) -> int | None:
 
     Return None, without reading rows, if bad rows are skipped or a file is in Parquet format.
     """
-    names = ("train", held_out_part(settings))
-    parts = [path] if path.is_file() else [find_part(path, name) for name in names]
-    files = [file for file in parts if file is not None]
-    if parts[0] is None:
-        raise CommandError(f"{path} has no train.jsonl (nor .json, .csv or .parquet)")
+    files = [file for file in find_parts(path, held_out_part(settings)) if file is not None]
     if settings.skip_bad_rows or any(file.suffix == ".parquet" for file in files):
         return None
     return sum(len(read_task_rows(file, settings)) for file in files)

@@ -8,7 +8,7 @@ from typing import Any
 from flwr.serverapp import Grid
 from safetensors.torch import load_file
 
-from chambers.in_process import ConcurrentGrid, InProcessGrid
+from chambers.in_process import InProcessGrid
 from federation.messages import to_arrays
 from federation.run_config import Scalar, parse_run_config
 from federation.run_folder import RunStatus
@@ -114,6 +114,5 @@ def run_in_process(
     progress, state = start or (journal.progress, first_adapter(config, base)[0])
     strategy = STRATEGIES[config.strategy](config, fingerprint(base), progress, journal)
     last = config.rounds if rounds is None else rounds
-    connect = ConcurrentGrid if together else InProcessGrid
-    strategy.start(grid or connect(values, nodes), to_arrays(state), last)
+    strategy.start(grid or InProcessGrid(values, nodes, together), to_arrays(state), last)
     return journal

@@ -12,11 +12,10 @@ from typing import Any, Self
 
 import torch
 
-from chambers.drafts import NO_DRAFT, Draft
 from chambers.endpoint.answer_stream import AnswerStream, Request
 from chambers.errors import CommandError
 from chambers.lane_model import LaneModel, explained
-from chambers.models import Source, opened
+from chambers.models import NO_DRAFT, Draft, Source, opened
 from finetuning.adapters.adapter import load_adapter
 from finetuning.data.prompts import parse_prompt, tokenize_prompts
 from finetuning.data.rows import Row

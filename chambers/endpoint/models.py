@@ -37,8 +37,8 @@ class ModelsOptions(BaseModelOptions):
 
     def answerer(self, batch_size: int, queue: int) -> "Answerer":
         """Return the answerer of requests for the models; see `Limits`."""
-        from chambers.drafts import find_draft
         from chambers.endpoint.answering import Answerer, Limits
+        from chambers.models import find_draft
         from finetuning.model.base_model import load_tokenizer
 
         sources = self.sources()

@@ -209,12 +209,8 @@ class _Endpoint:
             tokens = await asyncio.to_thread(prompt)
             limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
             if (wanted.max_tokens or 0) > limit:
-                raise ApiError(
-                    400,
-                    f"max_tokens = {wanted.max_tokens}: must be at most {limit}",
-                    _INVALID,
-                    "max_tokens",
-                )
+                problem = f"max_tokens = {wanted.max_tokens}: must be at most {limit}"
+                raise ApiError(400, problem, _INVALID, "max_tokens")
             request = Request(
                 model=wanted.model,
                 prompt=tokens,

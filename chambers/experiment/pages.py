@@ -10,8 +10,7 @@ import numpy as np
 
 from chambers.experiment.plan import Experiment, Measure, Table
 from chambers.experiment.records import CONSTANT, Record
-from chambers.experiment.results import ALL, Row, rows_of
-from chambers.experiment.statistics import Interval
+from chambers.experiment.results import ALL, Interval, Row, rows_of
 
 _UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from chambers.errors import CommandError, read_bytes
-from federation import instruction_keys
+from federation import authentication
 from federation.run_config import ConfigError
 from federation.site_policy import PolicyError
 from finetuning.files import replacing, write_secret
@@ -82,8 +82,8 @@ def check_instructions(folder: Path) -> str:
     """
     file, public = folder / KEY, folder / PUBLIC
     try:
-        key = instruction_keys.read_private_key(file)
-        same = instruction_keys.read_public_key(str(public)) == key.public_key()
+        key = authentication.read_private_key(file)
+        same = authentication.read_public_key(str(public)) == key.public_key()
     except (ConfigError, PolicyError) as error:
         raise CommandError(
             f"{error}: restore both {KEY} and {PUBLIC}; or remove both, run chambers site "

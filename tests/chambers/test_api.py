@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chambers.__main__ import parse
-from chambers.drafts import Draft, find_draft
 from chambers.endpoint.answering import Answerer, Limits
 from chambers.endpoint.routes import routes
+from chambers.models import Draft, find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
 from tests.chambers.browser import browser, needs_browser

@@ -7,10 +7,8 @@ import pytest
 from flwr.app import Context, RecordDict
 from rich.console import Console
 
-from chambers.run_lines import run_lines
-from chambers.run_log import RunLog
 from chambers.run_status import look
-from chambers.run_view import Lines, following, live_view
+from chambers.run_view import Lines, RunLog, following, live_view, run_lines
 from federation.run_folder import LINK, LOG, SUMMARY
 from server_app.main import main as server_app
 from strategies.participants import RefusedError

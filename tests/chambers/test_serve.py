@@ -16,8 +16,8 @@ import pytest
 
 from chambers import models
 from chambers.__main__ import parse
-from chambers.invitation_file import read_invitation
 from chambers.lane_model import explained
+from chambers.models import read_invitation
 from chambers.serving import find, serving
 from split.protocol.errors import LaneDeadlineError, LaneTimeoutError
 from tests.chambers.conftest import refused, serve, told, write_run

@@ -89,7 +89,7 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
         (f"data.path={client_folders}", "has 3 clients (alpha, beta, gamma)"),
         (f"output-dir={tmp_path / 'file' / 'runs'}", "can't be written to"),
         (f"state-path={tmp_path / 'file'}", "can't be written to"),
-        ("data.pool=nobody", "nobody has no train.jsonl"),
+        ("data.pool=nobody", "nobody doesn't exist"),
         ("initial-adapter=/nowhere", "initial-adapter: there is no folder /nowhere"),
         ("resume=/nowhere", '/nowhere" is not a folder'),
         (f"resume={tmp_path / 'empty'}", "has no checkpoint"),

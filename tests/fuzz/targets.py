@@ -25,7 +25,7 @@ from flwr.app import (
 )
 
 from chambers.errors import CommandError
-from chambers.invitation_file import read_invitation
+from chambers.models import read_invitation
 from chambers.sheet.blinding import Key, KeyRow
 from chambers.sheet.filled import read_sheet
 from client_app.audit import AuditLog, describe

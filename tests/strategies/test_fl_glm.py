@@ -13,7 +13,7 @@ import torch
 from flwr.app import MessageType
 from safetensors.torch import load_file, save_file
 
-from chambers.in_process import ConcurrentGrid, InProcessGrid
+from chambers.in_process import InProcessGrid
 from client_app import fl_glm
 from client_app.institution import open_institution
 from federation.messages import ARRAYS, SIZE, Instruction, answer, config_of, one_line
@@ -324,7 +324,7 @@ def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values
 def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_path):
     """Gamma refuses; if the others waited for it to join, they would exceed round-timeout."""
 
-    class Polled(ConcurrentGrid):
+    class Polled(InProcessGrid):
         pull_interval = 0.01
 
         def _ask(self, messages):
@@ -347,7 +347,7 @@ def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_
         "state-path": str(tmp_path),
     }
     nodes = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
-    journal = run_in_process(values, tmp_path, 3, Polled(values, nodes))
+    journal = run_in_process(values, tmp_path, 3, Polled(values, nodes, together=True))
     (event,) = [e for e in journal.events if e["event"] == "round"]
     assert event["participants"] == ["alpha", "beta"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chambers.experiment.statistics import difference, interval
+from chambers.experiment.results import difference, interval
 
 
 def drawn(seeds, questions, mean=0.0, seed=0):
