@@ -21,12 +21,10 @@ from chambers.run import Run
 from chambers.serve import Serve, Stage
 from chambers.sheet.command import Make, Read
 from chambers.site.check import Check
-from chambers.site.coordinator import Coordinator
-from chambers.site.join import Join
 from chambers.site.nodes import Admit, Expel, Nodes
+from chambers.site.programs import Up, Worker
+from chambers.site.setup import Coordinator, Join
 from chambers.site.sign import Sign
-from chambers.site.up import Up
-from chambers.site.worker import Worker
 from chambers.status import Status
 from chambers.train import Train
 from finetuning.errors import UserError

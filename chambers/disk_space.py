@@ -18,7 +18,7 @@ ACCESS_LOG = Path("proxy") / "access.log"
 _MAX_BYTES = 4 * 2**20
 # An accepted request, in nginx.conf's log format; unregistered senders get a status other than 200.
 _LINE = re.compile(
-    rb"([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
+    rb"(?m)^([0-9a-f.:]{2,45}) \[(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d)\] "
     rb'"POST /v1/fleet/[a-z-]+" 200 (\d{1,12}) \d+ [\d.]+\n'
 )
 
@@ -44,10 +44,7 @@ def top_sender(log: Path) -> str:
         size = file.seek(0, 2)
         file.seek(max(0, size - _MAX_BYTES))
         end = file.read(_MAX_BYTES)
-    for line in end.splitlines(keepends=True):
-        parts = _LINE.fullmatch(line)
-        if parts is None:
-            continue
+    for parts in _LINE.finditer(end):
         try:
             moment = datetime.fromisoformat(parts[2].decode()).timestamp()
             address = str(ipaddress.ip_address(parts[1].decode()))

@@ -1,5 +1,6 @@
-"""Errors that end a command."""
+"""Errors and signals that end a command."""
 
+import signal
 from pathlib import Path
 
 from finetuning.errors import UserError
@@ -21,3 +22,13 @@ def described(error: OSError) -> str:
     """Describe an error by its file, if known, and the system's message, or its text or type."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason
+
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def interrupt_at_end() -> None:
+    """Raise ``KeyboardInterrupt`` on SIGTERM and SIGHUP too, unless the signal is ignored."""
+    for each in END_SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, signal.default_int_handler)

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from chambers.errors import CommandError
-from chambers.interruption import interrupt_at_end
+from chambers.errors import CommandError, interrupt_at_end
 from chambers.sources import (
     AdapterOptions,
     BaseModelOptions,

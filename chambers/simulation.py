@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
 from chambers.app_folder import write_app
-from chambers.interruption import interrupt_at_end
+from chambers.errors import interrupt_at_end
 from chambers.run_view import Lines, RunLog, following, live_view
 from chambers.superlink import COMPLETED, RUN_LINK, private_superlink, run_app
 from federation.run_config import Scalar
@@ -20,19 +20,16 @@ _INTERRUPTED = "interrupted"
 def simulate(
     config: Mapping[str, Scalar],
     clients: int,
-    actors: int,
-    gpus: int,
+    resources: str,
     home: Path,
     results: Path,
-    resources: str = "",
     verbose: bool = False,
 ) -> int:
     """Simulate a run and show its progress; finally, end all processes of the run.
 
-    The clients share the actors, and the actors share the GPUs, unless ``resources`` are those of
-    each actor on a Ray cluster. ``config`` contains the settings that differ from the app's run
-    config. Flower's files are written to ``home``, and the log to ``results`` if the run has no
-    folder. With ``verbose``, the log is printed too.
+    The clients take turns on actors with ``resources``, as options of Flower. ``config`` contains
+    the settings that differ from the app's run config. Flower's files are written to ``home``, and
+    the log to ``results`` if the run has no folder. With ``verbose``, the log is printed too.
 
     Return the exit status: 0 if the run completed, 1 if it failed, 130 if it was interrupted. Raise
     ``CommandError`` if Flower's SuperLink could not be started or queried.
@@ -52,8 +49,6 @@ def simulate(
                         superlink=superlink,
                         run_config=config,
                         supernodes=clients,
-                        actors=actors,
-                        gpus=gpus,
                         resources=resources,
                         write=log.write,
                     )

@@ -19,9 +19,8 @@ from pathlib import Path
 import psutil
 import tomli_w
 
-from chambers.actors import gpus_of_each
-from chambers.errors import CommandError
-from chambers.interruption import END_SIGNALS
+from chambers.actors import resources_of
+from chambers.errors import END_SIGNALS, CommandError
 from federation.run_config import Scalar
 from federation.run_folder import LINK
 
@@ -111,17 +110,15 @@ def run_app(
     superlink: SuperLink,
     run_config: Mapping[str, Scalar],
     supernodes: int | None = None,
-    actors: int | None = None,
-    gpus: int = 0,
     resources: str = "",
     write: Callable[[bytes], None] = _print,
 ) -> str:
     """Run the app in a folder, or a release, and call ``write`` with each line of its log.
 
     ``run_config`` contains the settings that differ from the app's run config. ``supernodes`` is
-    the number of simulated SuperNodes, which share the actors (by default, each has its own); the
-    actors share the GPUs. On a Ray cluster, ``resources`` are those of each actor instead. If
-    ``supernodes`` is None, connected SuperNodes take part.
+    the number of simulated SuperNodes, and ``resources`` are those of their actors, as options of
+    Flower (by default, each SuperNode has its own actor). If ``supernodes`` is None, connected
+    SuperNodes take part.
 
     Return ``"finished:completed"``, or the status of a run that did not complete, followed by a
     colon and the reason. Raise ``CommandError`` if the SuperLink doesn't report how the run ended.
@@ -131,13 +128,7 @@ def run_app(
     command = ["flwr", "run", str(app), superlink.connection, "--stream"]
     command += ["--run-config", str(config)]
     if supernodes is not None:
-        actors = actors or supernodes
-        # Ray starts one actor per CPU, so set the number of CPUs to that of the actors. By
-        # default, Flower assigns 2 CPUs to each client, and hides all GPUs.
-        resources = resources or (
-            f"client-resources-num-cpus=1 client-resources-num-gpus={gpus_of_each(actors, gpus)} "
-            f"init-args-num-cpus={actors} init-args-num-gpus={gpus}"
-        )
+        resources = resources or resources_of(supernodes)
         command += ["--federation-config", f"num-supernodes={supernodes} {resources}"]
     environment = superlink.environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(

@@ -11,11 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from chambers.actors import checkpoint_of, count_actors, this_machine
+from chambers.actors import checkpoint_of, count_actors, plan, resources_of, this_machine
 from chambers.app_folder import PROJECT, presets, write_app
 from chambers.cluster import join
 from chambers.errors import CommandError
-from chambers.gpu_memory import plan
 from chambers.sources import argument, count
 from federation.run_config import RunConfig, Scalar, parse_run_config
 from federation.run_folder import METRICS, check_resumable, read_events, results_folder
@@ -77,7 +76,7 @@ class Train:
             )
         _check_model(config)
         check_inputs(config, clients)
-        at_once, gpus, resources = config.sampled(clients), 0, ""
+        at_once = config.sampled(clients)
         from chambers.simulation import simulate
 
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
@@ -90,7 +89,8 @@ class Train:
             else:
                 os.environ["RAY_ADDRESS"] = "local"  # otherwise, Ray would join a running cluster
                 machine = this_machine()  # slow, since it imports PyTorch
-                actors, gpus = count_actors(config, at_once, machine), machine.gpus
+                actors = count_actors(config, at_once, machine)
+                resources = resources_of(actors, machine.gpus)
                 checkpoint = checkpoint_of(config)
                 if machine.gpu_memory and checkpoint:
                     print(plan(config, checkpoint, actors, machine.gpu_memory), file=sys.stderr)
@@ -100,11 +100,9 @@ class Train:
             return simulate(
                 config=values,
                 clients=clients,
-                actors=actors,
-                gpus=gpus,
+                resources=resources,
                 home=Path(home),
                 results=results_folder(config.output_dir),
-                resources=resources,
                 verbose=self.verbose,
             )
 

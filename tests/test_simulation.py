@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from chambers.actors import resources_of
 from chambers.superlink import private_superlink, run_app
 
 ROOT = Path(__file__).parent.parent
@@ -149,7 +150,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(finished, config, t
     kill_after_round(1, config, tmp_path / "killed")
     resumed = config | {"resume": str(results_of(config))}
     with private_superlink(tmp_path / "resumed") as link:
-        assert run_app(ROOT, link, resumed, 3, actors=1) == "finished:completed"
+        assert run_app(ROOT, link, resumed, 3, resources_of(1)) == "finished:completed"
     for path in ("global", "clients/alpha", "clients/beta", "clients/gamma"):
         one, other = (
             load_file(results / "adapters" / path / "adapter_model.safetensors")
@@ -162,9 +163,10 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
     """Execute a run in a subprocess, and kill the subprocess once a round's checkpoint exists."""
     code = (
         "import sys, json; from pathlib import Path\n"
+        "from chambers.actors import resources_of\n"
         "from chambers.superlink import run_app, private_superlink\n"
         "with private_superlink(Path(sys.argv[1])) as link:\n"
-        "    run_app(Path(sys.argv[2]), link, json.loads(sys.argv[3]), 3, actors=1)\n"
+        "    run_app(Path(sys.argv[2]), link, json.loads(sys.argv[3]), 3, resources_of(1))\n"
     )
     process = psutil.Popen(
         [sys.executable, "-c", code, str(home), str(ROOT), json.dumps(config)],

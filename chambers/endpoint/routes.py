@@ -26,8 +26,7 @@ from starlette.routing import Route
 
 from chambers.endpoint.answer_stream import Piece, Request
 from chambers.endpoint.answering import Answerer, BusyError
-from chambers.endpoint.replies import ChatReply, CompletionReply
-from chambers.endpoint.requests import Chat, Completion
+from chambers.endpoint.messages import Chat, ChatReply, Completion, CompletionReply
 from finetuning.errors import UserError
 
 _INVALID = "invalid_request_error"

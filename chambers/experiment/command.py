@@ -44,7 +44,7 @@ class Experimenting:
     def __call__(self) -> int:
         """Carry out the experiment; the exit status is 0 only if all runs completed."""
         from chambers.experiment.pages import write_pages
-        from chambers.experiment.records import read_records
+        from chambers.experiment.results import read_records
 
         experiment = read_experiment(self.file)
         size = experiment.sizes.get(self.size)
@@ -67,7 +67,7 @@ class Experimenting:
         from chambers.experiment.carry_out import check_settings
         from chambers.experiment.measuring import measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
-        from chambers.experiment.records import write_records
+        from chambers.experiment.results import write_records
 
         presets = read_settings(experiment.presets)
         common = presets | experiment.settings | size.settings

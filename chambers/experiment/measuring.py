@@ -13,7 +13,7 @@ import torch
 from chambers.experiment.carry_out import carry_out
 from chambers.experiment.plan import Experiment, Measure, Reported, Run
 from chambers.experiment.questions import Group, group_name
-from chambers.experiment.records import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
+from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
 from federation.run_config import RunConfig
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.adapter import attach_adapter, load_adapter

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from chambers.experiment.plan import Experiment, Measure, Table
-from chambers.experiment.records import CONSTANT, Record
-from chambers.experiment.results import ALL, Interval, Row, rows_of
+from chambers.experiment.results import ALL, CONSTANT, Interval, Record, Row, rows_of
 
 _UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,17 +29,6 @@ _LETTERS = "bcdfghjklmnpqrstvwxz"
 _ID_LENGTH = 10
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """The sheet of an annotator: all questions in random order.
-
-    A question's answers are in random order, too, and keyed by random ids; see ``Key``.
-    """
-
-    annotator: int
-    questions: tuple[Question, ...]
-
-
 class KeyRow(BaseModel):
     """The annotator, the question and the model that an id stands for."""
 
@@ -60,17 +49,18 @@ class Key(BaseModel):
 
 def blind(
     questions: Sequence[Question], models: Sequence[str], annotators: int, seed: int
-) -> tuple[list[Sheet], Key]:
-    """Create a sheet for each annotator, and the key.
+) -> tuple[dict[int, list[Question]], Key]:
+    """Create a sheet for each annotator, keyed by the annotator's number, and the key.
 
-    Each sheet has a separate random order of questions and answers, and separate ids. Keep the seed
-    secret, since it reveals the models.
+    A sheet contains all questions. Each sheet has a separate random order of questions and answers,
+    and separate random ids, by which the answers are keyed; see ``Key``. Keep the seed secret,
+    since it reveals the models.
     """
-    sheets: list[Sheet] = []
+    sheets: dict[int, list[Question]] = {}
     rows: dict[str, KeyRow] = {}
     for annotator in range(1, annotators + 1):
         draw = random.Random(f"{seed} {annotator}")
-        own: list[Question] = []
+        own = sheets[annotator] = []
         for number, question in enumerate(draw.sample(questions, len(questions)), start=1):
             answers: dict[str, str] = {}
             for model in draw.sample(models, len(models)):
@@ -81,7 +71,6 @@ def blind(
                 )
                 answers[name] = question.answers[model]
             own.append(replace(question, answers=answers))
-        sheets.append(Sheet(annotator, tuple(own)))
     return sheets, Key(seed=seed, models=list(models), rows=rows)
 
 

@@ -69,9 +69,9 @@ class Make:
         )
         with replacing(folder) as aside:
             (aside / "sheets").mkdir(parents=True)
-            for sheet in sheets:
-                file = aside / "sheets" / f"annotator-{sheet.annotator}"
-                file.with_suffix(".html").write_text(to_page(sheet), encoding="utf-8")
+            for annotator, sheet in sheets.items():
+                file = aside / "sheets" / f"annotator-{annotator}"
+                file.with_suffix(".html").write_text(to_page(annotator, sheet), encoding="utf-8")
                 # Excel requires a byte order mark to detect UTF-8.
                 table = file.with_suffix(".csv")
                 table.write_text(to_table(sheet), encoding="utf-8-sig", newline="")

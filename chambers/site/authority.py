@@ -122,10 +122,7 @@ def names_of(certificate: x509.Certificate) -> list[str]:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return [
-        *names.get_values_for_type(x509.DNSName),
-        *map(str, names.get_values_for_type(x509.IPAddress)),
-    ]
+    return [str(name.value) for name in names]
 
 
 def days_left(certificate: x509.Certificate) -> int:

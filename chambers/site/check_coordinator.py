@@ -15,7 +15,7 @@ from chambers.disk_space import ACCESS_LOG, existing, top_sender
 from chambers.errors import CommandError
 from chambers.run import HUB
 from chambers.site.authority import AUTHORITY, SERVER, names_of, read_certificate, read_key
-from chambers.site.check_machine import AdviceError, Report, check_model, disk, gpu
+from chambers.site.check import AdviceError, Report, check_model, disk, gpu
 from chambers.site.connection import filtered, healthy, lasting_file
 from chambers.site.keys import check_instructions, check_secret
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from chambers.errors import CommandError, read_bytes
 from chambers.site import host
 from chambers.site.authority import AUTHORITY
-from chambers.site.check_machine import Report, check_model, disk, gpu
+from chambers.site.check import Report, check_model, disk, gpu
 from chambers.site.connection import clock, filtered, healthy, is_registered, lasting, lasting_file
 from chambers.site.keys import parse_public_key, read_node_key
 from federation.authentication import read_public_key

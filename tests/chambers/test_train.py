@@ -15,10 +15,8 @@ import pytest
 from safetensors.torch import load_file
 
 from chambers.__main__ import main
-from chambers.actors import Machine, count_actors, gpus_of_each, this_machine
-from chambers.errors import CommandError
-from chambers.gpu_memory import plan
-from chambers.interruption import END_SIGNALS
+from chambers.actors import Machine, count_actors, gpus_of_each, plan, this_machine
+from chambers.errors import END_SIGNALS, CommandError
 from chambers.train import read_settings
 from federation.run_config import parse_run_config
 from finetuning.model.base_model import BaseModelError

@@ -27,7 +27,7 @@ from flwr.app import (
 from chambers.errors import CommandError
 from chambers.models import read_invitation
 from chambers.sheet.blinding import Key, KeyRow
-from chambers.sheet.filled import read_sheet
+from chambers.sheet.results import read_sheet
 from client_app.audit import AuditLog, describe
 from federation.answers import answers_of
 from federation.authentication import (

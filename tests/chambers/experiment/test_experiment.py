@@ -8,7 +8,7 @@ import pytest
 from chambers.__main__ import main
 from chambers.experiment.command import RESULTS
 from chambers.experiment.plan import read_experiment, runs_of
-from chambers.experiment.records import Record, write_records
+from chambers.experiment.results import Record, write_records
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = """

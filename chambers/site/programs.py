@@ -1,4 +1,4 @@
-"""``chambers site up``: run the programs of a host in the foreground, for a trial."""
+"""``chambers site up`` and ``worker``: run the programs of a host."""
 
 import os
 import shlex
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from threading import Thread
-from typing import Annotated
+from typing import Annotated, NoReturn
 
-from chambers.errors import CommandError
-from chambers.interruption import interrupt_at_end
+from chambers.errors import CommandError, interrupt_at_end
 from chambers.site.host import enter, read_environment
-from chambers.sources import argument
+from chambers.sources import argument, option
 
 
 @dataclass(frozen=True)
@@ -112,3 +111,31 @@ def _copy(name: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
             file.write(line)
             with suppress(OSError):  # nobody reads standard output any more
                 print(f"{name:9} | {line.decode(errors='replace')}", end="", flush=True)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Answer this institution's messages in one process that keeps model and data in memory.
+
+    \b
+      chambers site worker /run/chambers/worker.sock
+
+    Without a worker, each message starts a process that loads model and data again. Set the socket
+    in the SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. Don't
+    share the folder with other sites. docs/worker.md describes when a running worker isn't used.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    socket: Annotated[Path, argument("SOCKET")]
+    allow_uid: Annotated[
+        list[int] | None,
+        option("Another user whose ClientApps may use the worker; may be repeated.", "UID"),
+    ] = None
+
+    def __call__(self) -> NoReturn:
+        """Replace this process with the worker."""
+        allowed = [f"--allow-uid={uid}" for uid in self.allow_uid or []]
+        # -P prevents imports from the working directory, which other users may control.
+        command = [sys.executable, "-P", "-m", "client_app.worker", str(self.socket), *allowed]
+        code = Path(__file__).resolve().parents[2]
+        sys.stdout.flush()
+        os.execve(command[0], command, {**os.environ, "PYTHONPATH": str(code)})
