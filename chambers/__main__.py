@@ -9,14 +9,13 @@ from typing import Annotated
 import click
 import typer
 
-from chambers.convert import Convert
+from chambers.checkpoints import Convert, Merge
 from chambers.endpoint.chat import Chat
 from chambers.endpoint.command import Api
 from chambers.errors import described
 from chambers.evaluate import Evaluate
 from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
-from chambers.merge import Merge
 from chambers.run import Run
 from chambers.serve import Serve, Stage
 from chambers.sheet.command import Make, Read
@@ -33,22 +32,6 @@ from finetuning.errors import UserError
 typer.core.HAS_RICH = False
 
 _NAMES: dict[type, str] = {}  # full names, such as "chambers site check"
-
-
-def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:
-    """Return a command group, invoked as ``words``; ``commands`` are keyed by name."""
-    group = typer.Typer(
-        add_completion=False,
-        rich_markup_mode=None,
-        suggest_commands=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    for name, command in commands.items():
-        _NAMES[command] = f"{words} {name}"
-        group.command(name, help=command.__doc__)(command)
-    return group
-
-
 _COMMANDS = {
     "train": Train,
     "run": Run,
@@ -74,6 +57,21 @@ _SITE_COMMANDS = {
     "check": Check,
     "worker": Worker,
 }
+
+
+def _group(words: str, commands: Mapping[str, type]) -> typer.Typer:
+    """Return a command group, invoked as ``words``; ``commands`` are keyed by name."""
+    group = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        suggest_commands=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name, command in commands.items():
+        _NAMES[command] = f"{words} {name}"
+        group.command(name, help=command.__doc__)(command)
+    return group
+
 
 app = _group("chambers", _COMMANDS)
 app.add_typer(

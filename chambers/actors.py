@@ -19,6 +19,15 @@ from finetuning.model.names import TINY, resolve
 # SuperLink, Ray and ServerApp.
 _ACTOR_BYTES = 400 * 2**20
 _REST_BYTES = 3 * 2**30
+# Memory of a process before it loads a model: CUDA's context, and kernels of libraries (on an H100,
+# 750 to 780 MiB).
+_CONTEXT = 800 * 2**20
+# Bytes per weight of a block; other weights are never quantised.
+_QUANTISED = {"nf4": 0.53, "int8": 1.0}
+# Bytes of activations per token, block and hidden unit that a training step in bfloat16 stores.
+# For a Llama on an H100, 39 bytes were measured with LoRA on queries, keys and values, 46 with
+# dropout, and 47 with LoRA on all linear layers, where dropout would add about 20 bytes.
+_STORED = 67
 
 
 @dataclass(frozen=True)
@@ -127,28 +136,6 @@ def checkpoint_of(config: RunConfig) -> Path | None:
     return path if path.is_absolute() else fetch(name)
 
 
-def _weight_bytes(config: RunConfig) -> int:
-    """Return the size of a client's frozen weights in bytes; 0 for ``tiny`` (negligible)."""
-    checkpoint = checkpoint_of(config)
-    if checkpoint is None:
-        return 0
-    split = config.strategy == "fl-glm"
-    blocks = config.split.head_blocks + config.split.tail_blocks if split else None
-    width = 2 if config.model.dtype == "bfloat16" else 4
-    return width * client_parameters(checkpoint, blocks)
-
-
-# Memory of a process before it loads a model: CUDA's context, and kernels of libraries (on an H100,
-# 750 to 780 MiB).
-_CONTEXT = 800 * 2**20
-# Bytes per weight of a block; other weights are never quantised.
-_QUANTISED = {"nf4": 0.53, "int8": 1.0}
-# Bytes of activations per token, block and hidden unit that a training step in bfloat16 stores.
-# For a Llama on an H100, 39 bytes were measured with LoRA on queries, keys and values, 46 with
-# dropout, and 47 with LoRA on all linear layers, where dropout would add about 20 bytes.
-_STORED = 67
-
-
 @dataclass(frozen=True)
 class GpuMemory:
     """GPU memory of one process in bytes, without adapters and their optimizers."""
@@ -197,6 +184,17 @@ def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) 
             "data.max-length, or set model.gradient-checkpointing = true"
         )
     return text
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    """Return the size of a client's frozen weights in bytes; 0 for ``tiny`` (negligible)."""
+    checkpoint = checkpoint_of(config)
+    if checkpoint is None:
+        return 0
+    split = config.strategy == "fl-glm"
+    blocks = config.split.head_blocks + config.split.tail_blocks if split else None
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    return width * client_parameters(checkpoint, blocks)
 
 
 def _estimate(config: RunConfig, checkpoint: Path) -> tuple[GpuMemory, GpuMemory | None]:

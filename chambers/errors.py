@@ -5,6 +5,8 @@ from pathlib import Path
 
 from finetuning.errors import UserError
 
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
 
 class CommandError(UserError):
     """A command can't be carried out."""
@@ -22,9 +24,6 @@ def described(error: OSError) -> str:
     """Describe an error by its file, if known, and the system's message, or its text or type."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason
-
-
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def interrupt_at_end() -> None:

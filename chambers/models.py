@@ -29,6 +29,7 @@ from split.protocol.standing_invitation import StandingInvitation
 
 _CLIENT_PARTS: tuple[PartyName, ...] = ("head", "tail")
 _NO_LIMIT = 2**31
+_FROM_PROMPT = 5  # number of tokens per draft
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,32 @@ def opened(source: Source) -> Iterator[Model]:
         raise explained(error, invitation) from error
 
 
+@dataclass(frozen=True)
+class Draft:
+    """How tokens are drafted."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``generate``
+    room: int = 0  # number of drafted tokens by which a text may exceed its maximum length
+
+
+NO_DRAFT = Draft()
+
+
+def find_draft(name: str | None, tokenizer: Any) -> Draft:
+    """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
+
+    Raise ``CommandError`` if the tokenizers of the small and the large model differ.
+    """
+    if name is None:
+        return NO_DRAFT
+    if name == "prompt":
+        return Draft({"prompt_lookup_num_tokens": _FROM_PROMPT}, room=_FROM_PROMPT)
+    small = load_base_model(ModelSettings(name=name))
+    if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
+        raise CommandError(f"--draft {name}: its tokenizer is not that of the model")
+    return Draft({"assistant_model": small.model})
+
+
 def _find_ends(
     options: AdapterOptions, adapter: SavedAdapter | None, invitation: StandingInvitation
 ) -> Source:
@@ -213,32 +240,3 @@ def _whole(source: Source) -> WholeModel:
 
 def _partition_of(invitation: StandingInvitation) -> Partition:
     return Partition(invitation.blocks, invitation.head_blocks, invitation.tail_blocks)
-
-
-_FROM_PROMPT = 5  # number of tokens per draft
-
-
-@dataclass(frozen=True)
-class Draft:
-    """How tokens are drafted."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``generate``
-    room: int = 0  # number of drafted tokens by which a text may exceed its maximum length
-
-
-NO_DRAFT = Draft()
-
-
-def find_draft(name: str | None, tokenizer: Any) -> Draft:
-    """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
-
-    Raise ``CommandError`` if the tokenizers of the small and the large model differ.
-    """
-    if name is None:
-        return NO_DRAFT
-    if name == "prompt":
-        return Draft({"prompt_lookup_num_tokens": _FROM_PROMPT}, room=_FROM_PROMPT)
-    small = load_base_model(ModelSettings(name=name))
-    if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
-        raise CommandError(f"--draft {name}: its tokenizer is not that of the model")
-    return Draft({"assistant_model": small.model})

@@ -20,6 +20,8 @@ from federation.run_folder import LOG, METRICS, Event
 from split.protocol.errors import printable
 
 _COLOUR = re.compile(rb"\x1b\[\d+m")
+# Function that displays the state of a run; None before the run's folder exists.
+Show = Callable[[Seen | None], None]
 
 
 class RunLog:
@@ -58,10 +60,6 @@ class RunLog:
             self._file.close()
             self.path.unlink()
             self.path, self._file = path, target
-
-
-# Function that displays the state of a run; None before the run's folder exists.
-Show = Callable[[Seen | None], None]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
-from chambers.endpoint.models import ModelsOptions
+from chambers.endpoint.command import ModelsOptions
 from chambers.errors import CommandError
 from chambers.sources import option
 from finetuning.errors import UserError

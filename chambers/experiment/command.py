@@ -64,8 +64,7 @@ class Experimenting:
         return 0
 
     def _measure(self, experiment: Experiment, size: Size, folder: Path) -> None:
-        from chambers.experiment.carry_out import check_settings
-        from chambers.experiment.measuring import measure_run, measure_untrained
+        from chambers.experiment.measuring import check_settings, measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
         from chambers.experiment.results import write_records
 

@@ -1,5 +1,7 @@
-"""Measure the models of an experiment's runs, question by question."""
+"""Carry out an experiment's runs, and measure their models, question by question."""
 
+import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -10,12 +12,14 @@ from typing import get_args
 
 import torch
 
-from chambers.experiment.carry_out import carry_out
+from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Measure, Reported, Run
 from chambers.experiment.questions import Group, group_name
 from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
+from chambers.in_process import run_in_process
+from chambers.train import count_clients
 from federation.run_config import RunConfig
-from federation.run_folder import METRICS, read_events
+from federation.run_folder import METRICS, checkpoint_files, read_events, read_status
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
 from finetuning.data.candidates import Continuation
@@ -34,11 +38,6 @@ _MAX_TOKENS = 8192
 _REPORTED: set[Measure] = set(get_args(Reported))
 
 
-def _measures_of(experiment: Experiment, arm: str) -> set[Measure]:
-    """Return the measures that the tables show for an arm."""
-    return {table.measure for table in experiment.tables if arm in (*table.arms, table.against)}
-
-
 def measure_untrained(
     experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
 ) -> list[Record]:
@@ -52,20 +51,6 @@ def measure_untrained(
             values = measuring.values(None, groups, own)
             records += [Record(name, BASE, seed, *found) for found in values]
     return records
-
-
-def _constant_records(
-    seed: int, groups: Sequence[Group], measures: Collection[Measure]
-) -> Iterator[Record]:
-    """Yield, for each group, the scores of always giving its most frequent right answer."""
-    for group in groups:
-        if "article" in measures:
-            values = [1 / len(matters.MATTERS)] * len(group.rows)
-            yield Record(CONSTANT, BASE, seed, group.name, "article", values)
-        if "accuracy" in measures:
-            ((best, _),) = Counter(a for q in group.questions for a in q.answers).most_common(1)
-            values = [float(best in question.answers) for question in group.questions]
-            yield Record(CONSTANT, BASE, seed, group.name, "accuracy", values)
 
 
 def measure_run(
@@ -90,28 +75,6 @@ def measure_run(
     records += _reported(run, directory, sorted(wanted & _REPORTED))
     print(f"finished: {run.name}", file=sys.stderr)
     return records
-
-
-def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Path]:
-    """Return the folders of a completed run's adapters, keyed by the model's name."""
-    adapters = directory / "adapters"
-    name = group_name(run.variant, run.client) if run.client else GLOBAL
-    found = {name: adapters / "global"}
-    if experiment.arms[run.arm].personalised:
-        folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
-        found |= {group_name(run.variant, folder.name): folder for folder in folders}
-    return found
-
-
-def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
-    """Yield each client's reported training measures, averaged over rounds."""
-    trained = [each for each in read_events(directory / METRICS) if each["event"] == "train"]
-    for measure in measures:
-        for client in sorted({event["client"] for event in trained}):
-            values = [e[measure] for e in trained if e["client"] == client and measure in e]
-            group = group_name(run.variant, client)
-            if values:
-                yield Record(run.arm, GLOBAL, run.seed, group, measure, [mean(values)])
 
 
 class Measuring:
@@ -200,3 +163,108 @@ class Measuring:
         self, model: WholeModel, groups: Sequence[Sequence[Continuation]]
     ) -> list[list[Likelihood]]:
         return log_probabilities(model, groups, self._tokenizer.pad_token_id, _MAX_TOKENS)
+
+
+def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
+    """Carry out a run in this process unless it has completed; return its folder.
+
+    An interrupted run continues from its last checkpoint. ``config`` is the run config without
+    ``output-dir`` and ``state-path``; ``folder`` is the experiment's folder. Raise ``CommandError``
+    if the run fails.
+    """
+    directory = folder / "runs" / run.name
+    before = _folders(directory)
+    if completed := [each for each in before if read_status(each).phase == "completed"]:
+        return completed[0]
+    state = folder / "state" / run.name
+    values = config.flat() | {"output-dir": str(directory), "state-path": str(state)}
+    if resumable := [each for each in before if checkpoint_files(each)]:
+        values["resume"] = str(resumable[0])
+    output = directory / "output.txt"
+    try:
+        with _output_to(output):
+            run_in_process(values, run.clients or count_clients(values))
+    except Exception as error:
+        problem = f"the run {run.name} failed ({error}); its output is in {output}"
+        raise CommandError(problem) from error
+    return _folders(directory)[0]
+
+
+def check_settings(run: Run, folder: Path) -> None:
+    """Record a new run's settings; raise ``CommandError`` if its folder has different ones."""
+    file = folder / "runs" / run.name / "settings.json"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(dict(run.settings), indent=1) + "\n", encoding="utf-8")
+        return
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if other := sorted(dict(before.items() ^ run.settings.items())):
+        raise CommandError(
+            f"{file.parent} is from a run with different settings ({', '.join(other)}); name "
+            "another folder with --output"
+        )
+
+
+def _measures_of(experiment: Experiment, arm: str) -> set[Measure]:
+    """Return the measures that the tables show for an arm."""
+    return {table.measure for table in experiment.tables if arm in (*table.arms, table.against)}
+
+
+def _constant_records(
+    seed: int, groups: Sequence[Group], measures: Collection[Measure]
+) -> Iterator[Record]:
+    """Yield, for each group, the scores of always giving its most frequent right answer."""
+    for group in groups:
+        if "article" in measures:
+            values = [1 / len(matters.MATTERS)] * len(group.rows)
+            yield Record(CONSTANT, BASE, seed, group.name, "article", values)
+        if "accuracy" in measures:
+            ((best, _),) = Counter(a for q in group.questions for a in q.answers).most_common(1)
+            values = [float(best in question.answers) for question in group.questions]
+            yield Record(CONSTANT, BASE, seed, group.name, "accuracy", values)
+
+
+def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Path]:
+    """Return the folders of a completed run's adapters, keyed by the model's name."""
+    adapters = directory / "adapters"
+    name = group_name(run.variant, run.client) if run.client else GLOBAL
+    found = {name: adapters / "global"}
+    if experiment.arms[run.arm].personalised:
+        folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
+        found |= {group_name(run.variant, folder.name): folder for folder in folders}
+    return found
+
+
+def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
+    """Yield each client's reported training measures, averaged over rounds."""
+    trained = [each for each in read_events(directory / METRICS) if each["event"] == "train"]
+    for measure in measures:
+        for client in sorted({event["client"] for event in trained}):
+            values = [e[measure] for e in trained if e["client"] == client and measure in e]
+            group = group_name(run.variant, client)
+            if values:
+                yield Record(run.arm, GLOBAL, run.seed, group, measure, [mean(values)])
+
+
+@contextmanager
+def _output_to(file: Path) -> Iterator[None]:
+    """Append to a file what this process prints within the block."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = os.dup(1), os.dup(2)
+    with file.open("ab") as opened:
+        os.dup2(opened.fileno(), 1)
+        os.dup2(opened.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(before, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _folders(directory: Path) -> list[Path]:
+    """Return the folders of a run's attempts, the newest first."""
+    return sorted((each for each in directory.glob("*") if each.is_dir()), reverse=True)

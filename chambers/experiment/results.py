@@ -13,6 +13,16 @@ from numpy.typing import NDArray
 from chambers.experiment.plan import Experiment, Measure, Table
 
 GLOBAL, BASE, CONSTANT = "global", "base", "constant"
+_RESAMPLES = 10_000
+# A difference of this many standard errors is detected at the 5 % level with 80 % power.
+_DETECTABLE = 1.96 + 0.84
+# For each seed, the values of its questions.
+BySeed = Sequence[NDArray[np.float64]]
+ALL, OWN, OTHERS = "all", "own", "others'"
+_CLIENTS = "clients"
+# One value per question, keyed by seed and group.
+_Values = dict[tuple[int, str], NDArray[np.float64]]
+_Name = tuple[str, str]  # an arm, and a model or a kind of models
 
 
 @dataclass(frozen=True)
@@ -37,14 +47,6 @@ def read_records(file: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return what the records in a file are about, and the records."""
     about, *records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     return about, [Record(**record) for record in records]
-
-
-_RESAMPLES = 10_000
-# A difference of this many standard errors is detected at the 5 % level with 80 % power.
-_DETECTABLE = 1.96 + 0.84
-
-# For each seed, the values of its questions.
-BySeed = Sequence[NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,6 @@ def difference(values: BySeed, others: BySeed) -> Interval:
     if [len(each) for each in values] != [len(each) for each in others]:
         raise ValueError("only values of the same seeds and questions can be paired")
     return interval([np.asarray(a) - np.asarray(b) for a, b in zip(values, others, strict=True)])
-
-
-ALL, OWN, OTHERS = "all", "own", "others'"
-_CLIENTS = "clients"
-# One value per question, keyed by seed and group.
-_Values = dict[tuple[int, str], NDArray[np.float64]]
-_Name = tuple[str, str]  # an arm, and a model or a kind of models
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ class Make:
         if folder.exists():
             raise CommandError(f"--output {folder} exists; name a folder that doesn't")
         from chambers.sheet.answers import read_answers
-        from chambers.sheet.blinding import blind
-        from chambers.sheet.page import to_page, to_table
+        from chambers.sheet.blinding import blind, to_page, to_table
         from finetuning.files import replacing, write_secret
 
         files = self._files()

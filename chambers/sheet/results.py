@@ -14,6 +14,7 @@ from chambers.sheet.blinding import CRITERIA, HIGHEST, LOWEST, Key
 
 # Scores, keyed by id and criterion.
 Scores = Mapping[str, Mapping[str, int]]
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,33 @@ def evaluate(key: Key, files: Sequence[Path]) -> Results:
     return Results(annotators=len(read), questions=len(questions), means=means, agreement=agreement)
 
 
+def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
+    """Return the number of a filled-in sheet's annotator, and the scores by id and criterion.
+
+    The file is CSV with columns ``id``, ``usefulness`` and ``fluency``; other columns are ignored.
+    Raise ``CommandError``, which lists errors, if the sheet doesn't match the key or is incomplete.
+    """
+    scores: dict[str, dict[str, int]] = {}
+    problems = list(_read_scores(file, key, scores))
+    sheets = sorted({key.rows[name].annotator for name in scores})
+    if len(sheets) > 1:
+        problems.append(f"{file} mixes rows of the sheets {', '.join(map(str, sheets))}")
+    elif not sheets:
+        problems.append(f"{file} has no row of the key's sheets")
+    else:
+        problems += [
+            f"{file}: the row {name} of question {row.number} is missing"
+            for name, row in key.rows.items()
+            if row.annotator == sheets[0] and name not in scores
+        ]
+    if problems:
+        shown = problems[:_SHOWN]
+        if problems[_SHOWN:]:
+            shown.append(f"… and {len(problems) - _SHOWN} more")
+        raise CommandError("\n  ".join([f"{file} can't be used:", *shown]))
+    return sheets[0], scores
+
+
 def _mean(scores: Scores, key: Key, model: str, criterion: str) -> str:
     by_question: dict[str, list[int]] = defaultdict(list)
     for name, values in scores.items():
@@ -92,36 +120,6 @@ def _alpha(scores: Scores, key: Key, criterion: str) -> float | None:
     if len({d[0] for d in data}) < 2 or len({d[2] for d in data}) < 2:
         return None
     return float(AnnotationTask(data, distance=interval_distance).alpha())
-
-
-_SHOWN = 20
-
-
-def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
-    """Return the number of a filled-in sheet's annotator, and the scores by id and criterion.
-
-    The file is CSV with columns ``id``, ``usefulness`` and ``fluency``; other columns are ignored.
-    Raise ``CommandError``, which lists errors, if the sheet doesn't match the key or is incomplete.
-    """
-    scores: dict[str, dict[str, int]] = {}
-    problems = list(_read_scores(file, key, scores))
-    sheets = sorted({key.rows[name].annotator for name in scores})
-    if len(sheets) > 1:
-        problems.append(f"{file} mixes rows of the sheets {', '.join(map(str, sheets))}")
-    elif not sheets:
-        problems.append(f"{file} has no row of the key's sheets")
-    else:
-        problems += [
-            f"{file}: the row {name} of question {row.number} is missing"
-            for name, row in key.rows.items()
-            if row.annotator == sheets[0] and name not in scores
-        ]
-    if problems:
-        shown = problems[:_SHOWN]
-        if problems[_SHOWN:]:
-            shown.append(f"… and {len(problems) - _SHOWN} more")
-        raise CommandError("\n  ".join([f"{file} can't be used:", *shown]))
-    return sheets[0], scores
 
 
 def _read_scores(file: Path, key: Key, scores: dict[str, dict[str, int]]) -> Iterator[str]:

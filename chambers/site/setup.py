@@ -20,6 +20,12 @@ _COORDINATOR_FILES = (
     *("flower.env", "state/.flwr/config.toml", "nginx.conf", "run.toml"),
     *(f"systemd/chambers-{name}.service" for name in ("superlink", "serverapp", "proxy")),
 )
+_RECEIVED = ("authority.pem", "instructions.pub", host.TRUSTED)
+_INSTITUTION_FILES = (
+    *("flower.env", host.INSTITUTION, "policy.toml"),
+    *(f"systemd/chambers-{name}.service" for name in ("supernode", "clientapp", "worker")),
+)
+_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -69,14 +75,6 @@ class Coordinator:
         print(f"when the reviewer's folder release is in {folder}, start the programs:")
         print(f"  chambers site up {folder}")
         return 0
-
-
-_RECEIVED = ("authority.pem", "instructions.pub", host.TRUSTED)
-_INSTITUTION_FILES = (
-    *("flower.env", host.INSTITUTION, "policy.toml"),
-    *(f"systemd/chambers-{name}.service" for name in ("supernode", "clientapp", "worker")),
-)
-_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
