@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -106,6 +107,7 @@ class CompletionReply:
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         self._pieces: list[Piece] = []
+        self._characters = 0  # of the tokens whose log-probabilities have been returned
         self._about = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -157,13 +159,15 @@ class CompletionReply:
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the log-probabilities of tokens."""
         texts = [self._token(piece.token or 0) for piece in pieces]
+        ends = [*accumulate(map(len, texts), initial=self._characters)]
+        self._characters = ends[-1]
         return {
             "tokens": texts,
             "token_logprobs": [piece.log_probability for piece in pieces],
             "top_logprobs": [
                 {self._token(token): value for token, value in piece.likeliest} for piece in pieces
             ],
-            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+            "text_offset": ends[:-1],
         }
 
 

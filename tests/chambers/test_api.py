@@ -248,15 +248,23 @@ def test_a_seed_repeats_an_answer_whatever_else_is_asked(whole):
 
 def test_a_text_is_continued(whole, base):
     client, _ = whole
-    reply = client.completions.create(
-        model="base", prompt="the court", temperature=0, max_tokens=5, logprobs=2
-    )
+    asked = {
+        "model": "base",
+        "prompt": "the court",
+        "temperature": 0,
+        "max_tokens": 5,
+        "logprobs": 2,
+    }
+    reply = client.completions.create(**asked)
     tokenizer = load_tokenizer(base)
     prompt = tokenizer("the court", return_tensors="pt")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(base)
     output = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=5)
     assert reply.choices[0].text == tokenizer.decode(output[0, prompt.shape[1] :])
-    assert len(reply.choices[0].logprobs.token_logprobs) == 5
+    logprobs = reply.choices[0].logprobs
+    assert len(logprobs.token_logprobs) == 5
+    chunks = [each.choices[0].logprobs for each in client.completions.create(**asked, stream=True)]
+    assert [n for chunk in chunks if chunk for n in chunk.text_offset] == logprobs.text_offset
 
 
 QUESTIONS_AT_ONCE = [f"{a} {b}" for a in QUESTIONS for b in ("and", "or", "of", "town")]
