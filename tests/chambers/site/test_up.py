@@ -91,8 +91,10 @@ def test_programs_end_if_the_command_is_killed(folder):
     with up(folder) as process:
         programs = psutil.Process(process.pid).children()
         assert len(programs) == 2
+        # Until then, the program that asks the kernel to end them with the command is running.
+        wait_until(lambda: all(p.cmdline()[0] == "/bin/sh" for p in programs), 60)
         process.kill()
-        wait_until(lambda: not running(programs), 20)
+        wait_until(lambda: not running(programs), 60)
 
 
 def test_refusals(capsys, folder, monkeypatch):
