@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from chambers.run_status import Seen, duration, look, render
-from federation.answers import MODELS
+from federation.messages import MODELS
 from federation.run_folder import LOG, METRICS, Event
 from split.protocol.errors import printable
 

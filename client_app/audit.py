@@ -16,8 +16,7 @@ import torch
 from filelock import FileLock
 from flwr.app import Message
 
-from federation.answers import answers_of
-from federation.messages import ARRAYS, config_of, from_arrays, metrics_of
+from federation.messages import ARRAYS, answers_of, config_of, from_arrays, metrics_of
 from finetuning.adapters.robust_aggregation import distance
 from finetuning.errors import UserError
 

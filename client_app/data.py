@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from flwr.common import log
 
-from federation.node_config import name_and_data_path
+from federation.messages import is_name
 from federation.run_config import Scalar
 from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.partition import partition
@@ -73,6 +73,25 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
         own = _one_of(folders, index, count)
         return reader.folder(own.name, own)
     return reader.share(*reader.parts(path), index, count)
+
+
+def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
+    """Return the ``name`` and ``data-path``; raise ``DataError`` if one is missing or invalid."""
+    missing = [key for key in ("name", "data-path") if not node.get(key)]
+    if missing:
+        raise DataError(
+            f"--node-config lacks {' and '.join(missing)}; start the SuperNode with, for example, "
+            '--node-config \'name="court" data-path="/data/court"\''
+        )
+    name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
+    if not is_name(name):
+        raise DataError(
+            f"{name!r} can't be a client's name: use at most 64 letters, digits, ' ', '.', '_' "
+            "or '-' (at most 200 bytes), with a letter, digit or '_' at both ends"
+        )
+    if not path.is_absolute():
+        raise DataError(f'data-path = "{path}" must be an absolute path')
+    return name, path
 
 
 def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client_app.task import Metrics, Task
-from federation.answers import Answer
-from federation.messages import LARGEST_METRIC
+from federation.messages import LARGEST_METRIC, Answer
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
+from finetuning.files import write_json
 from finetuning.model.base_model import reference
 from finetuning.model.whole_model import WholeModel
 from split.client.split_model import SplitModel
@@ -33,12 +33,7 @@ class Evaluation:
         sent as text if the run config requests this.
         """
         settings, test = task.config.evaluate, task.institution.test
-        held_out = held_out_loss(
-            model=model,
-            examples=test,
-            padding=task.institution.padding,
-            batch_size=settings.batch_size,
-        )
+        held_out = held_out_loss(model, test, task.institution.padding, settings.batch_size)
         metrics: Metrics = {
             "loss": held_out.loss,
             "perplexity": min(held_out.perplexity, LARGEST_METRIC),
@@ -59,10 +54,7 @@ class Evaluation:
             metrics |= score(answers, [prompt.reference for prompt in asked])
             if task.instruction.round == 0 or task.instruction.final:
                 shown = list(zip(asked, answers, strict=True))[: settings.shown]
-                self.answers += [
-                    Answer(model=kind, question=p.question, reference=p.reference, text=text)
-                    for p, text in shown
-                ]
+                self.answers += [Answer(kind, p.question, p.reference, text) for p, text in shown]
         self.metrics |= {f"{kind}.{name}": value for name, value in metrics.items()}
 
 
@@ -70,7 +62,10 @@ def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: 
     """Save the final adapters for the whole model on the client's disk, in PEFT's format."""
     config, institution = task.config, task.institution
     base = reference(config.model.name, institution.directory)
-    task.state.describe(config.flat(), base, institution.fingerprint)
+    # As in a run's results folder:
+    write_json(task.state.directory / "config.json", config.flat())
+    content = {"loaded from": base, "digests": institution.fingerprint}
+    write_json(task.state.directory / "base-model.json", content)
     for kind, adapter in adapters.items():
         card = model_card(
             title=f"{kind} adapter of {institution.name}",
@@ -80,9 +75,4 @@ def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: 
             rounds=config.rounds,
             config=config.flat(),
         )
-        save_adapter(
-            directory=task.state.directory / "adapters" / kind,
-            state=adapter,
-            config=peft_config,
-            card=card,
-        )
+        save_adapter(task.state.directory / "adapters" / kind, adapter, peft_config, card)

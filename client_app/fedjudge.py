@@ -13,10 +13,9 @@ from flwr.common import log
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
-from client_app.private_round import drawing
 from client_app.state import ClientState, Draw
 from client_app.task import Metrics, Task, training_metrics
-from client_app.unfinished_round import UnfinishedRound
+from client_app.unfinished_round import UnfinishedRound, drawing
 from federation.messages import ARRAYS, IMPORTANCE
 from federation.run_config import RunConfig
 from finetuning.adapters.adapter import (

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from logging import ERROR, INFO
 from typing import Any
@@ -20,13 +21,14 @@ from client_app.policy import check_institution
 from client_app.site import Site, open_site
 from client_app.state import ClientState
 from client_app.task import Metrics, Task
-from federation.answers import ANSWERS, answers_record
 from federation.authentication import AuthenticationError, SignedInstruction
 from federation.messages import (
+    ANSWERS,
     SIZE,
     TRAIN_EXAMPLES,
     Instruction,
     answer,
+    answers_record,
     from_arrays,
     one_line,
     to_arrays,
@@ -57,13 +59,9 @@ def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
 
     @wraps(handler)
     def handle(message: Message, context: Context) -> Message:
-        instruction: SignedInstruction | AuthenticationError | None
+        received = message.content
         try:
-            instruction = SignedInstruction.of(message)
-        except AuthenticationError as error:
-            instruction = error
-        try:
-            site = open_site(message, context, instruction)
+            site = open_site(message, context)
             try:
                 reply = handler(message, context, site)
             except Exception as error:
@@ -72,8 +70,9 @@ def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
                 site.record("reply", **describe(message, reply))
         except UserError as error:
             reply = _problem(message, context, error)
-        if isinstance(instruction, SignedInstruction):
-            instruction.authenticate(reply)
+        with suppress(AuthenticationError):
+            if instruction := SignedInstruction.of(received):
+                instruction.authenticate(reply)
         return reply
 
     return handle

@@ -28,7 +28,12 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
     if policy.strategies is not None:
         known = config.strategy in policy.strategies
         require(known, f'strategy = "{config.strategy}"', "not in its strategies")
-    _check_paths(policy, config)
+    model = config.model.name
+    known = model == TINY or hub_id(model) in policy.hub_models or _is_within(model, policy.paths)
+    require(known, f'model.name = "{model}"', "not in its hub-models or paths")
+    for key, path in (("data.path", config.data.path), ("state-path", config.state_path)):
+        known = not path or _is_within(path, policy.paths)
+        require(known, f'{key} = "{path}"', "not in its paths")
     for name, value, key, limit in (
         ("rounds", config.rounds, "max-rounds", policy.max_rounds),
         ("round-timeout", config.round_timeout, "max-seconds", policy.max_seconds),
@@ -221,15 +226,6 @@ def _check_split(policy: SitePolicy, split: SplitSettings) -> None:
     )
     if split.advertise or not split.listen.endswith(":0"):
         check_address(policy, split.advertise or split.listen)
-
-
-def _check_paths(policy: SitePolicy, config: RunConfig) -> None:
-    model = config.model.name
-    known = model == TINY or hub_id(model) in policy.hub_models or _is_within(model, policy.paths)
-    require(known, f'model.name = "{model}"', "not in its hub-models or paths")
-    for key, value in (("data.path", config.data.path), ("state-path", config.state_path)):
-        known = not value or _is_within(value, policy.paths)
-        require(known, f'{key} = "{value}"', "not in its paths")
 
 
 def _is_within(path: str, folders: Iterable[str]) -> bool:

@@ -70,14 +70,10 @@ class PrivacyAccount:
         Raise ``PolicyError``, without recording the steps, if ε would exceed the policy's limit, or
         ``AuditError`` if the account can't be written.
         """
-        spent = 0.0
-
-        def check(lines: Iterable[Mapping[str, Any]]) -> None:
-            nonlocal spent
-            spent = self._check(lines, steps)
-
-        self._log.append({**about, **LINE.dump_python(steps, by_alias=True)}, check)
-        return spent
+        spent: list[float] = []
+        line = {**about, **LINE.dump_python(steps, by_alias=True)}
+        self._log.append(line, lambda lines: spent.append(self._check(lines, steps)))
+        return spent[0]
 
     def check(self, steps: PrivateSteps) -> None:
         """Raise ``PolicyError`` if ε would exceed the policy's limit; don't record the steps."""

@@ -1,8 +1,10 @@
 """Apply an institution's policy to a message, and record the message in the audit log."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from logging import WARNING
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message
@@ -15,9 +17,15 @@ from client_app.privacy_account import LINE, PrivacyAccount, PrivateSteps, priva
 from client_app.state import ClientState
 from federation.authentication import AuthenticationError, SignedInstruction, read_public_key
 from federation.messages import Instruction, InstructionError
-from federation.node_config import check_keys, is_simulation
 from federation.run_config import RunConfig, Scalar
 from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
+
+# Keys of a SuperNode's --node-config.
+_KEYS = ("name", "data-path", "policy", "worker")
+# Keys that Flower sets in simulations.
+_PARTITION_KEYS = {"partition-id", "num-partitions"}
+# Name of the program that a SuperNode, or its SuperExec, starts to run a ClientApp.
+_DEPLOYED = "flwr-clientapp"
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,8 @@ class Site:
         if not self.has_spent(draw):
             spent = PrivacyAccount(self.privacy).spend(steps, self.about)
             # Include all fields of the account, so that it can be restored from the audit log.
-            facts = {
-                "epsilon": spent,
-                "delta": self.privacy.delta,
-                **LINE.dump_python(steps, by_alias=True),
-            }
+            facts = {"epsilon": spent, "delta": self.privacy.delta}
+            facts |= LINE.dump_python(steps, by_alias=True)
             self.record("privacy", draw=draw, **facts)
         return steps
 
@@ -101,13 +106,7 @@ class Site:
         policy = self.policy
         # If held-out rows are not used, their number need not be checked.
         instruction = replace(instruction, losses=instruction.losses and self.evaluates)
-        checks.check_request(
-            policy=policy,
-            kind=self.about["kind"],
-            instruction=instruction,
-            config=config,
-            institution=institution,
-        )
+        checks.check_request(policy, self.about["kind"], instruction, config, institution)
         AuditLog(policy.audit_file).append(
             {"event": "accepted", **self.about},
             check=lambda lines: checks.check_counts(policy, self.about, lines),
@@ -129,16 +128,14 @@ class Site:
             AuditLog(self.policy.audit_file).append({"event": event, **self.about, **facts})
 
 
-def open_site(
-    message: Message, context: Context, instruction: SignedInstruction | AuthenticationError | None
-) -> Site:
+def open_site(message: Message, context: Context) -> Site:
     """Read the policy named in the SuperNode's configuration, and authenticate the message.
 
-    ``instruction`` is the message's signed instruction, if any, or the error if it is malformed;
-    its content replaces the message's. Raise ``PolicyError`` if the policy, or its public key, is
-    missing or malformed, or the configuration has unknown keys. Raise ``AuthenticationError`` if
-    the signed content is malformed, or if the policy requires a signature and the message has no
-    valid one or is a replay. Raise ``AuditError`` if the message can't be recorded.
+    The content of a signed instruction replaces the message's. Raise ``PolicyError`` if the policy,
+    or its public key, is missing or malformed, or the configuration has unknown keys. Raise
+    ``AuthenticationError`` if the signed instruction is malformed, or if the policy requires a
+    signature and the message has no valid one or is a replay. Raise ``AuditError`` if the message
+    can't be recorded.
     """
     node = context.node_config
     check_keys(node)
@@ -147,19 +144,16 @@ def open_site(
     about = {"client": str(node.get("name", "")), "kind": kind}
     site = Site(_policy_of(node), about, is_simulation(node))
     try:
-        if isinstance(instruction, AuthenticationError):
-            raise instruction
-        return _opened(site, message, context, instruction)
+        return _opened(site, message, context)
     except AuthenticationError as error:
         site.record("refused", problem=str(error))
         raise
 
 
-def _opened(
-    site: Site, message: Message, context: Context, instruction: SignedInstruction | None
-) -> Site:
+def _opened(site: Site, message: Message, context: Context) -> Site:
     """Authenticate and unpack a message; return the site with the message's run and round."""
     policy, about = site.policy, dict(site.about)
+    instruction = SignedInstruction.of(message.content)
     if policy and policy.instruction_key:
         key = read_public_key(policy.instruction_key)
         if instruction is None:
@@ -223,3 +217,21 @@ def _policy_of(node: Mapping[str, Scalar]) -> SitePolicy | None:
     if not isinstance(path, str):
         raise PolicyError(f"policy = {path!r} in --node-config must be the path of a file")
     return read_policy(path)
+
+
+def check_keys(node: Mapping[str, Scalar]) -> None:
+    """Raise ``PolicyError`` for unknown keys: a misspelled ``policy`` must not be ignored."""
+    unknown = sorted(node.keys() - {*_KEYS, *_PARTITION_KEYS})
+    if unknown:
+        raise PolicyError(
+            f"--node-config has unknown keys ({', '.join(unknown)}); the keys are "
+            f"{', '.join(_KEYS)} (docs/policy.md)"
+        )
+
+
+def is_simulation(node: Mapping[str, Scalar]) -> bool:
+    """Return whether a client is simulated, and so has no rows of its own.
+
+    Flower's examples also pass the partition keys to real SuperNodes, which aren't simulated.
+    """
+    return node.keys() == _PARTITION_KEYS and Path(sys.argv[0]).name != _DEPLOYED

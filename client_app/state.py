@@ -8,7 +8,6 @@ from the previous one. The last round whose adapter the server averaged is kept,
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import platformdirs
 from safetensors.torch import load_file, save_file
 
 from federation.messages import State
-from finetuning.files import remove_unfinished, replacing, write_json
+from finetuning.files import remove_unfinished, replacing
 
 _KEPT_ROUNDS = 2
 
-Draw = dict[str, Any]  # the secret key of a private round, see ``private_round``
+Draw = dict[str, Any]  # the secret key of a private round, see ``unfinished_round``
 
 
 class ClientState:
@@ -54,14 +53,6 @@ class ClientState:
         for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
             if old != counted:
                 shutil.rmtree(self._round(old))
-
-    def describe(
-        self, config: Mapping[str, Any], base: str, fingerprint: Mapping[str, str]
-    ) -> None:
-        """Write the run config and the base model's fingerprint, as in a run's results folder."""
-        content = {"loaded from": base, "digests": dict(fingerprint)}
-        write_json(self.directory / "config.json", dict(config))
-        write_json(self.directory / "base-model.json", content)
 
     def forget_from(self, round_number: int) -> None:
         """Remove the state of this and later rounds, and unfinished files of killed processes."""

@@ -100,12 +100,12 @@ class SignedInstruction:
     arrays: Mapping[str, ArrayRecord]  # the encrypted arrays
 
     @classmethod
-    def of(cls, message: Message) -> "SignedInstruction | None":
-        """Return the signed instruction in a message, or None if the message is not signed.
+    def of(cls, content: RecordDict) -> "SignedInstruction | None":
+        """Return the signed instruction in a message's content, or None if it is not signed.
 
         Raise ``AuthenticationError`` if the signed instruction is malformed.
         """
-        record = message.content.config_records.get(INSTRUCTION)
+        record = content.config_records.get(INSTRUCTION)
         if record is None:
             return None
         text, signature, body = _bytes_of(record, "statement", "signature", "records")
@@ -113,7 +113,7 @@ class SignedInstruction:
             statement = Statement.model_validate_json(text)
         except ValidationError as error:
             raise AuthenticationError("the instruction's statement is malformed") from error
-        return cls(text, statement, signature, body, dict(message.content.array_records))
+        return cls(text, statement, signature, body, dict(content.array_records))
 
     def verify(self, key: Ed25519PublicKey, message: Message, node: int, run: int) -> None:
         """Verify that the coordinator signed this instruction for this recipient, run and time.

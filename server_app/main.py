@@ -80,12 +80,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
     state, peft_config = first_adapter(config, base, with_initial=checkpoint is None)
     if checkpoint is not None:
         check_base_model(directory, digests)
-    results = Results(
-        directory=directory,
-        config=config,
-        base=reference(config.model.name, base),
-        peft_config=peft_config,
-    )
+    results = Results(directory, config, reference(config.model.name, base), peft_config)
     if checkpoint is None:
         progress = Progress(lineage=uuid.uuid4().hex)
     else:
@@ -98,9 +93,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         if _is_over(progress, config):
             results.checkpoint(progress, state)  # writes what the killed process didn't
             return
-        strategy = kind(
-            config=config, fingerprint=digests, progress=progress, journal=results, signer=signer
-        )
+        strategy = kind(config, digests, progress, results, signer)
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
         results.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from federation.answers import MODELS
+from federation.messages import MODELS
 from federation.run_folder import METRICS, Event, read_events
 from finetuning.files import replacing
 from server_app.page import PAGE

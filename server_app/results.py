@@ -139,13 +139,7 @@ class Results:
             # Events that the checkpoint refers to must survive a power failure.
             os.fsync(metrics.fileno())
             recorded = metrics.tell()
-        checkpoint = Checkpoint(
-            progress=progress,
-            state=state,
-            sizes=self._sizes,
-            rounds=self._rounds,
-            metrics_bytes=recorded,
-        )
+        checkpoint = Checkpoint(progress, state, self._sizes, self._rounds, recorded)
         save_checkpoint(self.directory, checkpoint)
         if progress.evaluated:
             self._publish(rounds)

@@ -52,9 +52,7 @@ class FLGLM(Rounds):
         # Tensors that the server lacks have empty digests: the clients must agree on these.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
-        super().__init__(
-            config=config, fingerprint=expected, progress=progress, journal=journal, signer=signer
-        )
+        super().__init__(config, expected, progress, journal, signer)
         self._server: BlockServer
         self._body: State = {}
         # For each client, why its training lane ended early in this round; empty if it didn't.
@@ -188,21 +186,19 @@ class FLGLM(Rounds):
                     self._server.mark_absent(sender.name)
                 yield reply
                 del reply  # release its memory before the next reply is pulled
-            self._end_lanes(self.progress.finished_rounds + training)
+            for account in self._server.finish_lanes():
+                if account.purpose == "train":
+                    self._ends[account.client] = account.error
+                event = {underscored(k): v for k, v in asdict(account).items()}
+                event["error"] = printable(account.error)  # may quote the client
+                round_number = self.progress.finished_rounds + training
+                self._journal.record({"event": "lane", "round": round_number, **event})
 
     def _lanes(self) -> list[LaneStatus]:
         return [
             LaneStatus(client=client, steps=steps, planned=planned, tokens=tokens)
             for client, steps, planned, tokens in self._server.progress()
         ]
-
-    def _end_lanes(self, server_round: int) -> None:
-        for account in self._server.finish_lanes():
-            if account.purpose == "train":
-                self._ends[account.client] = account.error
-            event = {underscored(k): v for k, v in asdict(account).items()}
-            event["error"] = printable(account.error)  # may quote the client
-            self._journal.record({"event": "lane", "round": server_round, **event})
 
     def _unfinished(self, replied: Collection[str]) -> dict[str, str]:
         # A correct client replies only after the server has confirmed its last step.

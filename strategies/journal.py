@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol
 
 from flwr.common import log
 
-from federation.answers import MODELS
-from federation.messages import State
+from federation.messages import MODELS, State
 from federation.run_folder import LaneStatus, RunStatus
 from finetuning.adapters.robust_aggregation import MAX_DISTANCE
 

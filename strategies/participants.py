@@ -23,7 +23,6 @@ from federation.messages import (
     withheld_of,
 )
 from federation.run_config import RunConfig
-from finetuning.model.fingerprint import digest
 from finetuning.randomness import derive_seed
 from split.protocol.errors import printable
 from strategies.exchange import exchange, turns
@@ -106,11 +105,6 @@ class Participants:
         self._unanswered: Counter[int] = Counter()
         # Names that the coordinator registered for the keys of the SuperNodes seen so far.
         self._assigned: dict[int, str] = {}
-
-    @property
-    def base(self) -> str:
-        """Digest of the clients' part of the base model."""
-        return digest(self.fingerprint)
 
     def register_all(self, grid: Grid) -> None:
         """Register every SuperNode before training starts.
@@ -275,13 +269,9 @@ class Participants:
             silent.discard(node)
             assigned = nodes[node].name
             reserved = {a for n, a in self._assigned.items() if n != node and a != assigned}
+            taken = {other for n, other in names.items() if n != node} | reserved
             problem = reason_to_refuse_registration(
-                reply=reply,
-                name=name,
-                name_only=name_only,
-                taken={other for n, other in names.items() if n != node} | reserved,
-                assigned=assigned,
-                fingerprint=self.fingerprint,
+                reply, name, name_only, taken, assigned, self.fingerprint
             )
             if problem is None:
                 names[node] = name

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 
-from federation.answers import answers_problem
 from federation.messages import (
     ARRAYS,
     LARGEST_METRIC,
     METRICS,
     SIZE,
     TRAIN_EXAMPLES,
+    answers_problem,
     config_of,
     is_name,
     metrics_of,

@@ -12,11 +12,20 @@ from flwr.common import log
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from federation.answers import Answer, answers_of
-from federation.messages import ARRAYS, State, from_arrays, metrics_of, withheld_of
+from federation.messages import (
+    ARRAYS,
+    SIZE,
+    Answer,
+    State,
+    answer_events,
+    answers_of,
+    from_arrays,
+    metrics_of,
+    withheld_of,
+)
 from finetuning.files import filling
 from split.protocol.errors import printable
-from strategies.journal import Journal
+from strategies.journal import Journal, evaluation_events, underscored
 from strategies.participants import Participant, TooFewClientsError
 from strategies.refusals import reason_to_refuse, says_not_finite
 
@@ -129,6 +138,24 @@ class Replies:
                 f"{phase}: {valid} valid replies, but min-nodes = {minimum} are required; left out:"
                 f"{lines or ' nobody'}"
             )
+
+    def record_training(self, journal: Journal, server_round: int) -> None:
+        """Record each client's training metrics."""
+        for name, metrics in self.metrics.items():
+            own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
+            event = {"event": "train", "round": server_round, "client": name}
+            if reason := self.withheld.get(name):
+                event["withheld"] = reason
+            journal.record({**own, **event, "examples": metrics[SIZE]})
+
+    def record_evaluation(self, journal: Journal, server_round: int) -> None:
+        """Record each client's metrics and answers, by model."""
+        for name, metrics in self.metrics.items():
+            about = {"round": server_round, "client": name}
+            for event in evaluation_events(metrics):
+                journal.record({**event, "event": "evaluate", **about})
+            for event in answer_events(self.answers[name]):
+                journal.record({**event, **about})
 
     def __enter__(self) -> "Replies":
         shutil.rmtree(self._folder, ignore_errors=True)

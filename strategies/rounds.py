@@ -12,7 +12,6 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from federation.answers import answer_events
 from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
@@ -20,16 +19,9 @@ from federation.run_folder import LaneStatus, Phase, RunStatus
 from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
+from finetuning.model.fingerprint import digest
 from strategies.exchange import Unanswered, exchange, turns
-from strategies.journal import (
-    Journal,
-    LiveStatus,
-    Progress,
-    evaluation_events,
-    reasons,
-    record_scaled,
-    underscored,
-)
+from strategies.journal import Journal, LiveStatus, Progress, reasons, record_scaled
 from strategies.participants import Participants
 from strategies.replies import Replies
 
@@ -95,7 +87,9 @@ class Rounds(Strategy):
             arrays = self._reference = prepared
             self._status.begin(RunStatus(round=self.progress.finished_rounds))
             self._participants.register_all(grid)
-            self._instruction = replace(self._instruction, base=self._participants.base)
+            self._instruction = replace(
+                self._instruction, base=digest(self._participants.fingerprint)
+            )
             finished = self.progress.finished_rounds
             wants_importance = self._evaluation(finished).importance
             if not self.progress.evaluated or (wants_importance and not self.progress.importance):
@@ -153,28 +147,20 @@ class Rounds(Strategy):
             if not self._evaluation(server_round - 1).losses:  # the evaluation checked this, if any
                 collected.require_finite(self._journal, server_round - 1, self._participants.asked)
             collected.require_enough(f"round {server_round}", self.config.min_nodes)
-            self._record_training(server_round, collected)
+            collected.record_training(self._journal, server_round)
             self._sizes = {}
             return self._mean(server_round, collected), None
 
     def _mean(self, server_round: int, new: Replies) -> ArrayRecord:
         """Average the adapters of new replies and of the round's earlier replies, if any."""
-        for name, metrics in new.metrics.items():
-            self._sizes[name] = metrics[SIZE]
-            self._journal.keep_personalised(
-                client=name,
-                state=self._personalised(name, new),
-                round_number=server_round,
-                size=metrics[SIZE],
-            )
-        self._sizes = dict(sorted(self._sizes.items()))
-        reference = from_arrays(self._reference)
 
         def state_of(name: str) -> State:
-            saved = self._journal.personalised(name)
-            assert saved is not None
-            return {key: value for key, value in saved[1].items() if key in reference}
+            saved = None if name in new.metrics else self._journal.personalised(name)
+            return saved[1] if saved else new.state(name)
 
+        reference = from_arrays(self._reference)
+        sizes = self._sizes | {name: metrics[SIZE] for name, metrics in new.metrics.items()}
+        self._sizes = dict(sorted(sizes.items()))
         counted = self._counted(self._sizes)
         factors = update_factors({n: distance(state_of(n), reference) for n in self._sizes})
         shares = {name: counted[name] / size for name, size in self._sizes.items()}
@@ -183,6 +169,9 @@ class Rounds(Strategy):
         mean = WeightedMean()
         for name, factor in factors.items():
             mean.add(scaled(state_of(name), reference, factor), counted[name])
+        for name in new.metrics:
+            personalised = self._personalised(name, new)
+            self._journal.keep_personalised(name, personalised, server_round, self._sizes[name])
         self._average(counted)
         log(INFO, "Averaged the adapters of %s", ", ".join(self._sizes))
         return to_arrays(mean.result())
@@ -198,7 +187,7 @@ class Rounds(Strategy):
             log(INFO, "Late replies are averaged: %s", ", ".join(late.metrics))
             event = {"event": "late", "round": server_round, "clients": list(late.metrics)}
             self._journal.record({**event, "participants": sorted({*self._sizes, *late.metrics})})
-            self._record_training(server_round, late)
+            late.record_training(self._journal, server_round)
             return self._mean(server_round, late)
 
     def _collect(
@@ -229,14 +218,6 @@ class Rounds(Strategy):
         for name, reason in collected.left_out.items():
             log(WARNING, "%s is left out: %s", name, reason)
 
-    def _record_training(self, server_round: int, collected: Replies) -> None:
-        for name, metrics in collected.metrics.items():
-            own = {underscored(key): value for key, value in metrics.items() if key != SIZE}
-            event = {"event": "train", "round": server_round, "client": name}
-            if reason := collected.withheld.get(name):
-                event["withheld"] = reason
-            self._journal.record({**own, **event, "examples": metrics[SIZE]})
-
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -263,12 +244,7 @@ class Rounds(Strategy):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": reasons(left_out)})
             collected.require_finite(self._journal, server_round, self._participants.asked)
-            for name, metrics in collected.metrics.items():
-                about = {"round": server_round, "client": name}
-                for event in evaluation_events(metrics):
-                    self._journal.record({**event, "event": "evaluate", **about})
-                for event in answer_events(collected.answers[name]):
-                    self._journal.record({**event, **about})
+            collected.record_evaluation(self._journal, server_round)
             if server_round >= self.config.rounds:
                 # No round follows: the run must fail, so that resuming it repeats this evaluation.
                 phase = f"evaluation after round {server_round}"

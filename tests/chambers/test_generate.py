@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from client_app.state import ClientState
 from federation.run_config import parse_run_config
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.files import write_json
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
 from split.model.loading import tensors_of
@@ -288,7 +289,9 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     state = ClientState(str(tmp_path / "state"), "lineage", "alpha")
     config = parse_run_config({"strategy": "fl-glm", "model.name": str(base)})
     ends = tensors_of(base, partition_of(base, config.split), ("head", "tail"))
-    state.describe(config.flat(), str(base), fingerprint(base, ends))
+    content = {"loaded from": str(base), "digests": fingerprint(base, ends)}
+    write_json(state.directory / "config.json", config.flat())
+    write_json(state.directory / "base-model.json", content)
     kept = shutil.copytree(adapter, state.directory / "adapters" / "global")
     for invitation in ([], ["--invitation", served / "alpha.json"]):
         own = ["generate", "--adapter", kept, *invitation]

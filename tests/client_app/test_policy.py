@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from client_app.policy import check_run
-from federation.answers import ANSWERS
-from federation.messages import ARRAYS, CONFIG, LANE, METRICS
-from federation.node_config import is_simulation
+from client_app.site import is_simulation
+from federation.messages import ANSWERS, ARRAYS, CONFIG, LANE, METRICS
 from federation.run_config import parse_run_config
 from federation.site_policy import PolicyError, SitePolicy, read_policy
 from finetuning.model.fingerprint import digest

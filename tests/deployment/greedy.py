@@ -40,7 +40,7 @@ _REPLIES = {1: repeated_piece, 2: many_names}
 
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
     """Answer a message as the app does, or with a reply that is too large."""
-    instruction = SignedInstruction.of(message)
+    instruction = SignedInstruction.of(message.content)
     assert instruction is not None
     reply = app(message, context)
     spoiled = _REPLIES.get(message.content[CONFIG]["round"])

@@ -6,7 +6,7 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from chambers.in_process import InProcessGrid
-from federation.answers import ANSWERS, Answer, answers_of, answers_problem, answers_record
+from federation.messages import ANSWERS, Answer, answers_of, answers_problem, answers_record
 from federation.run_config import parse_run_config
 from tests.in_process import run_in_process
 

@@ -29,7 +29,6 @@ from chambers.models import read_invitation
 from chambers.sheet.blinding import Key, KeyRow
 from chambers.sheet.results import read_sheet
 from client_app.audit import AuditLog, describe
-from federation.answers import answers_of
 from federation.authentication import (
     INSTRUCTION,
     AuthenticationError,
@@ -41,6 +40,7 @@ from federation.messages import (
     CONFIG,
     Instruction,
     InstructionError,
+    answers_of,
     config_of,
     from_arrays,
     withheld_of,
@@ -282,7 +282,8 @@ def signed(data):
     """Read a signed instruction's statement, whose signature is checked afterwards."""
     record = {"statement": data, "signature": b"", "records": b""}
     try:
-        return SignedInstruction.of(message_of({"configs": {INSTRUCTION: record}})) is not None
+        message = message_of({"configs": {INSTRUCTION: record}})
+        return SignedInstruction.of(message.content) is not None
     except AuthenticationError:
         return False
 

@@ -150,7 +150,7 @@ class SuperLink:
         asked = inflate_object_from_contents(identifier, contents)
         asked.metadata.__dict__["_message_id"] = identifier
         node = asked.metadata.dst_node_id
-        instruction = SignedInstruction.of(asked)
+        instruction = SignedInstruction.of(asked.content)
         reply = answer(asked, {"name": str(node)})
         reply.metadata.__dict__["_src_node_id"] = node
         if instruction:

@@ -15,7 +15,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesResponse, PushAppMessagesRespo
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.superlink.grid import HttpGrid
 
-from strategies.exchange import Unanswered, exchange
+from strategies.exchange import exchange
 
 STALLED, HONEST = 1, 2
 
@@ -62,13 +62,14 @@ class SuperLink:
         return ConfirmMessageReceivedResponse()
 
 
-def test_others_are_polled_and_the_time_limit_holds(one_run):
+def test_others_are_polled_and_the_time_limit_holds(one_run, monkeypatch):
+    monkeypatch.setattr("strategies.exchange._PATIENCE_SECONDS", 0.3)
     messages = [Message(RecordDict(), n, MessageType.TRAIN, ttl=60.0) for n in (STALLED, HONEST)]
     grid = HttpGrid(token="token")
     grid._client = SuperLink(messages)
     grid._run = SimpleNamespace(run_id=1)
     started = time.monotonic()
-    (reply,) = exchange(grid, list(messages), timeout=2.0, unanswered=Unanswered(grid, 0.3))
+    (reply,) = exchange(grid, list(messages), timeout=2.0)
     grid._client.waits = False
     assert reply.content["config"]["node"] == HONEST
     assert time.monotonic() - started < 10.0
