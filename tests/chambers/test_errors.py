@@ -2,7 +2,7 @@
 
 import pytest
 
-import chambers.site.coordinator  # noqa: F401 - another user may be unable to read the libraries
+import chambers.site.setup  # noqa: F401 - another user may be unable to read the libraries
 from tests.chambers.conftest import another_user, refused
 from tests.conftest import fill
 
