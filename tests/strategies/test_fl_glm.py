@@ -20,7 +20,7 @@ from federation.messages import ARRAYS, SIZE, Instruction, answer, config_of, on
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.model.base_model import BaseModelError
 from split.client import connecting
-from split.client.split_model import SplitModel
+from split.client.remote_body import RemoteBody
 from split.lane.dialling import open_lane
 from split.protocol.frames import Kind
 from strategies import journal as journals
@@ -242,7 +242,7 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
 ):
     """Beta stops in round 2, and reports it or replies as usual; the others continue."""
     values = split_values | {"split.schedule": schedule, "min-nodes": 2, "train.local-steps": 1}
-    train, end = fl_glm.train_round, SplitModel.end
+    train, end = fl_glm.train_round, RemoteBody.end
     late = False
 
     def stopping(*, local_round, description, **others):
@@ -252,14 +252,14 @@ def test_a_client_that_breaks_off_is_left_out_and_named(
             local_round = replace(local_round, deadline=0.0)
         return train(local_round=local_round, description=description, **others)
 
-    def breaking_off(model):
+    def breaking_off(body, until=None):
         if late and replies:
-            model.lane.close()
+            body._lane.close()
         else:
-            end(model)
+            end(body, until)
 
     monkeypatch.setattr(fl_glm, "train_round", stopping)
-    monkeypatch.setattr(SplitModel, "end", breaking_off)
+    monkeypatch.setattr(RemoteBody, "end", breaking_off)
     journal = run_in_process(values, tmp_path / "state", 3)
     (last,) = [e for e in journal.events if e["event"] == "round" and e["round"] == 2]
     assert last["participants"] == ["alpha", "gamma"]
