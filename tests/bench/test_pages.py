@@ -1,5 +1,6 @@
 """The experiments' tables and pictures in the documentation are those of the recorded results."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,9 +16,11 @@ EXPERIMENTS = sorted(file.parent for file in (DOCS / "recorded").rglob("results.
 @pytest.mark.slow
 @pytest.mark.parametrize("recorded", EXPERIMENTS, ids=lambda folder: folder.name)
 def test_an_experiment_s_tables_are_those_of_its_results(recorded, tmp_path):
-    shutil.copy(recorded / "results.jsonl", tmp_path)
+    results = Path(shutil.copy(recorded / "results.jsonl", tmp_path))
+    size = json.loads(results.read_text().partition("\n")[0])["size"]
     file = DOCS.parent / "experiments" / f"{recorded.name}.toml"
-    assert main(["experiment", str(file), "--render", "--output", str(tmp_path)]) == 0
+    words = [str(file), "--size", size, "--render", "--output", str(tmp_path)]
+    assert main(["experiment", *words]) == 0
     page = (DOCS / "results.md").read_text()
     for table in tmp_path.glob("*.md"):
         assert table.read_text() in page
