@@ -45,7 +45,7 @@ class Run:
         _check_served(app)
         started = False
 
-        def write(line: bytes) -> None:  # Flower's words about a refusal are not shown
+        def write(line: bytes) -> None:  # not what precedes the run, or Flower's refusal
             nonlocal started
             started = started or b"started run" in line
             if started:

@@ -175,7 +175,7 @@ class Serve(AdapterOptions):
 class Stage:
     """Compute middle blocks for a coordinator on another host.
 
-    Whoever has the key can use it, one run after another. docs/operations.md says how to make one.
+    Anyone who has the key can use it, one run after another. docs/operations.md describes the key.
     """
 
     listen: Annotated[str, option("Address and port to listen on.", "HOST:PORT")]

@@ -39,6 +39,7 @@ _MAY_CHANGE = {
     "resume",
     "instruction-key",
     "data.path",
+    "model.devices",
     "split.window",
     "split.body-devices",
     "split.body-hosts",

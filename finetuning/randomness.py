@@ -53,7 +53,7 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 
 def secret_stream(key: bytes, seed: int) -> RandomBytes:
-    """Return a source of bytes that only who has the 32-byte key can reproduce (AES-CTR).
+    """Return a source of bytes that can be reproduced only with the 32-byte key (AES-CTR).
 
     The sources of different seeds are independent.
     """

@@ -46,9 +46,8 @@ class ModelSettings(Section):
     )
     devices: Literal["first", "all"] = Field(
         "first",
-        description="Accelerators of a client's whole model: the first one, or all that the "
-        "client's process sees, each with some of the blocks, in proportion to the free memory. "
-        "With `fl-glm`, see `split.body-devices`.",
+        description="Accelerators that a client's whole model is on: the first, or all, each with "
+        "blocks in proportion to its free memory. For `fl-glm`, see `split.body-devices`.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Trade speed for memory by recomputing activations in the backward pass."

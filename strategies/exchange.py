@@ -90,7 +90,7 @@ def exchange(
     end = time.monotonic() + timeout * turns(grid, len(sent))
     max_bytes = 2 * array_bytes + _MAX_REPLY_BYTES
     unsent = len(sent)
-    # One more than there are ends the generator, which releases the sent messages.
+    # Requesting one more than exist exhausts the generator, which then releases the messages.
     most = _MAX_IN_FLIGHT if isinstance(grid, InMemoryGrid) else unsent + 1
     pushed = _push_all(grid, sent, signer, max_bytes)
     del sent

@@ -19,7 +19,7 @@ class Sign:
       chambers site sign chambers.chambers.0-1-0.1a2b3c4d.fab --key ~/reviewer/key --output release
 
     If there is no key yet, a new one is written, with a file trusted.yaml beside it, for the
-    institutions that trust you. Whoever has the key decides what runs there.
+    institutions that trust you. Anyone who has the key decides what runs there.
 
     RELEASE is a file made by flwr build: a zip archive with the code that runs at a site. Without
     RELEASE, a release is built from the installed version of Chambers; it is identical to the one

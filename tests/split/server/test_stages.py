@@ -140,11 +140,11 @@ def test_a_killed_stage_is_named_to_the_clients(base, beginning, key, two, sched
     load_body(base, model, split_settings(**two)).close()  # the other stage is free again
 
 
-def test_strangers_and_other_keys_are_refused(base, key, two, tmp_path):
+def test_other_programs_and_other_keys_are_refused(base, key, two, tmp_path):
     model, address = ModelSettings(name=str(base), dtype="float32"), two["body_hosts"].split(",")[0]
     host, _, port = address.partition(":")
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    with socket.create_connection((host, int(port))) as other:
+        other.sendall(b"GET / HTTP/1.0\r\n\r\n")
     others = two | {"body_key": str(make_key(tmp_path))}
     with pytest.raises(ConnectionError, match=rf"{address}.*(can't be used|is lost)"):
         load_body(base, model, split_settings(**others))
