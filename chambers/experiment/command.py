@@ -77,7 +77,7 @@ class Experimenting:
         self._refuse_measures(experiment, configs)
         clients = {variant: client_names(config) for variant, config in configs.items()}
         runs = {
-            run: self._checked(presets | dict(run.settings), f"arms.{run.arm}")
+            run: self._checked(presets | dict(run.settings), f"arms.{run.arm}", run.clients)
             for run in runs_of(experiment, size, clients)
         }
         groups = {
@@ -117,21 +117,30 @@ class Experimenting:
         }
         write_records(folder / RESULTS, about, records)
 
-    def _checked(self, settings: Mapping[str, Scalar], place: str) -> RunConfig:
+    def _checked(
+        self, settings: Mapping[str, Scalar], place: str, clients: int | None = None
+    ) -> RunConfig:
         """Check settings before the first run starts; an error names their place in the file."""
         values = with_absolute_paths(settings)
         try:
-            return parse_run_config({"min-nodes": count_clients(values), **values})
+            sample = parse_run_config({"min-nodes": 1, **values})
+            values.setdefault("min-nodes", sample.sampled(clients or count_clients(values)))
+            return parse_run_config(values)
         except ValueError as error:
             raise CommandError(f"{self.file}: {place}: {error}") from error
 
     def _refuse_measures(self, experiment: Experiment, configs: Mapping[str, RunConfig]) -> None:
+        from chambers.experiment.questions import client_names
         from finetuning.tasks.tasks import TASKS
 
         measures = {table.measure for table in experiment.tables}
         for config in configs.values():
             if config.data.path and "article" in measures:
                 raise CommandError(f"{self.file}: the measure article can't be used with data.path")
+            if len(client_names(config)) < 2 and any(t.columns == "own" for t in experiment.tables):
+                raise CommandError(
+                    f'{self.file}: columns = "own" needs several clients with data of their own'
+                )
             task = TASKS.get(config.data.task)
             if "accuracy" in measures and not (task and task.is_cloze):
                 raise CommandError(

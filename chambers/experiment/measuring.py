@@ -28,11 +28,13 @@ from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.log_probabilities import Likelihood, log_probabilities
 from finetuning.evaluation.scoring import score
+from finetuning.files import write_json
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
-from finetuning.tasks.scoring import answer, prepare
-from finetuning.tasks.tasks import TASKS
+from finetuning.tasks.question import Question
+from finetuning.tasks.scoring import answer, majority_answers, prepare
+from finetuning.tasks.tasks import TASKS, Task
 
 _MAX_TOKENS = 8192
 _REPORTED: set[Measure] = set(get_args(Reported))
@@ -42,7 +44,8 @@ def measure_untrained(
     experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
 ) -> list[Record]:
     """Return the values of the base model, and of giving the same answer to every question."""
-    records = list(_constant_records(seed, groups, {table.measure for table in experiment.tables}))
+    task, measures = TASKS.get(config.data.task), {table.measure for table in experiment.tables}
+    records = list(_constant_records(seed, groups, measures, task))
     arms = [name for name, arm in experiment.arms.items() if not arm.trained]
     if arms:
         measuring = Measuring(config)
@@ -144,7 +147,7 @@ class Measuring:
         task, length = TASKS[self._config.data.task], self._config.data.max_length
         prepared = prepare(self._tokenizer, task, group.questions, length)
         texts = answer(model, self._tokenizer, prepared, _MAX_TOKENS, new_tokens=0).texts
-        return [float(a in q.answers) for a, q in zip(texts, group.questions, strict=True)]
+        return _right(task, group.questions, texts)
 
     def _scores_of_texts(self, model: WholeModel, group: Group) -> list[dict[str, float]]:
         """Return the scores of the text that greedy decoding generates for each question."""
@@ -195,7 +198,7 @@ def check_settings(run: Run, folder: Path) -> None:
     file = folder / "runs" / run.name / "settings.json"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(dict(run.settings), indent=1) + "\n", encoding="utf-8")
+        write_json(file, dict(run.settings))
         return
     before = json.loads(file.read_text(encoding="utf-8"))
     if other := sorted(dict(before.items() ^ run.settings.items())):
@@ -210,8 +213,14 @@ def _measures_of(experiment: Experiment, arm: str) -> set[Measure]:
     return {table.measure for table in experiment.tables if arm in (*table.arms, table.against)}
 
 
+def _right(task: Task, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
+    """Return the accuracy of each answer; WSC's also counts a wrong noun that isn't chosen."""
+    pairs = zip(questions, answers, strict=True)
+    return [task.metrics([q], [a]).get("accuracy", float(a in q.answers)) for q, a in pairs]
+
+
 def _constant_records(
-    seed: int, groups: Sequence[Group], measures: Collection[Measure]
+    seed: int, groups: Sequence[Group], measures: Collection[Measure], task: Task | None
 ) -> Iterator[Record]:
     """Yield, for each group, the scores of always giving its most frequent right answer."""
     for group in groups:
@@ -219,8 +228,13 @@ def _constant_records(
             values = [1 / len(matters.MATTERS)] * len(group.rows)
             yield Record(CONSTANT, BASE, seed, group.name, "article", values)
         if "accuracy" in measures:
-            ((best, _),) = Counter(a for q in group.questions for a in q.answers).most_common(1)
-            values = [float(best in question.answers) for question in group.questions]
+            assert task is not None  # accuracy is a measure of tasks
+            if task.has_classes:
+                answers = majority_answers(group.questions)
+            else:
+                right = Counter(a for q in group.questions for a in q.answers)
+                answers = [right.most_common(1)[0][0]] * len(group.questions)
+            values = _right(task, group.questions, answers)
             yield Record(CONSTANT, BASE, seed, group.name, "accuracy", values)
 
 

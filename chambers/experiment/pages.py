@@ -34,7 +34,7 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
     """Return a table or, if no trained model beats a constant answer, a line that says so."""
     constant = next((row for row in rows if row.arm == CONSTANT), None)
     trained = [row for row in rows if row.arm != CONSTANT and experiment.arms[row.arm].trained]
-    columns = list(rows[-1].cells)
+    columns = list(dict.fromkeys(column for row in rows for column in row.cells))
     if constant is not None and all(
         row.cells[column].low <= constant.cells[column].mean
         for row in trained
@@ -52,7 +52,7 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
     heading += [f"{column}, published" for column in columns if _published(table, column)]
     lines = [_line(heading), _line(["---"] * len(heading))]
     for row in rows:
-        cells = [_cell(row.cells[column], table.measure) for column in columns]
+        cells = [_cell(row.cells.get(column), table.measure) for column in columns]
         for column in gains:
             cells += _gain(row.gains.get(column), table.measure)
         name = f"{row.arm} {row.client}" if row.client else row.arm
@@ -77,7 +77,9 @@ def _text(value: float, measure: Measure) -> str:
     return text.replace("-", "−")
 
 
-def _cell(value: Interval, measure: Measure) -> str:
+def _cell(value: Interval | None, measure: Measure) -> str:
+    if value is None:  # an arm with fewer clients
+        return ""
     low, high = _text(value.low, measure), _text(value.high, measure)
     return f"{_text(value.mean, measure)} ({low} to {high})"
 

@@ -80,6 +80,11 @@ class Experiment(Section):
                     )
         return self
 
+    @property
+    def shares_questions(self) -> bool:
+        """Whether all seeds have the same questions: those of files, instead of generated ones."""
+        return any("data.path" in own for own in (self.settings, *self.variants.values()))
+
 
 @dataclass(frozen=True)
 class Run:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chambers.experiment.plan import Experiment, Measure, Table
+from finetuning.files import replacing
 
 GLOBAL, BASE, CONSTANT = "global", "base", "constant"
 _RESAMPLES = 10_000
@@ -40,7 +41,8 @@ class Record:
 def write_records(file: Path, about: Mapping[str, object], records: Iterable[Record]) -> None:
     """Write a line that says what the records are about, and a line for each record."""
     lines = [json.dumps(about), *(json.dumps(asdict(record)) for record in records)]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with replacing(file) as aside:
+        aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def read_records(file: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -59,20 +61,23 @@ class Interval:
     detectable: float  # smallest true mean that is detected with 80 % power
 
 
-def interval(values: BySeed) -> Interval:
+def interval(values: BySeed, shared: bool = False) -> Interval:
     """Return the mean of values and its interval, by a hierarchical bootstrap.
 
-    Seeds are drawn with replacement, and so are questions within each seed. The interval accounts
-    for the choice of seeds and of questions; with one seed, only for the choice of questions.
+    Seeds are drawn with replacement, and so are questions within each seed; if all seeds have
+    ``shared`` questions, the same ones are drawn in each. The interval accounts for the choice of
+    seeds and of questions; with one seed, only for the choice of questions.
     """
     generator = np.random.default_rng(0)  # a fixed seed: the same results yield the same table
     seeds = len(values)
     drawn = generator.integers(seeds, size=(_RESAMPLES, seeds))
     means = np.zeros(_RESAMPLES)
+    chosen = None
     for number, of_seed in enumerate(values):
         times = (drawn == number).sum(axis=1)
         for copy in range(int(times.max(initial=0))):
-            chosen = generator.integers(len(of_seed), size=(_RESAMPLES, len(of_seed)))
+            if chosen is None or not shared:
+                chosen = generator.integers(len(of_seed), size=(_RESAMPLES, len(of_seed)))
             means += (times > copy) * np.asarray(of_seed)[chosen].mean(axis=1)
     means /= seeds
     low, high = np.quantile(means, [0.025, 0.975])
@@ -80,14 +85,15 @@ def interval(values: BySeed) -> Interval:
     return Interval(mean, float(low), float(high), _DETECTABLE * float(means.std()))
 
 
-def difference(values: BySeed, others: BySeed) -> Interval:
+def difference(values: BySeed, others: BySeed, shared: bool = False) -> Interval:
     """Return the mean difference of two models, paired by seed and question.
 
     Raise ``ValueError`` if the models have different numbers of seeds or questions.
     """
     if [len(each) for each in values] != [len(each) for each in others]:
         raise ValueError("only values of the same seeds and questions can be paired")
-    return interval([np.asarray(a) - np.asarray(b) for a, b in zip(values, others, strict=True)])
+    pairs = zip(values, others, strict=True)
+    return interval([np.asarray(a) - np.asarray(b) for a, b in pairs], shared)
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
     are compared with that arm's models of the same kind or, if it has none, of its first kind. For
     columns ``groups``, each model is compared with the mean of that arm's models.
     """
-    models = _models(records, table.measure)
+    models, shared = _models(records, table.measure), experiment.shares_questions
     arms = [CONSTANT, *table.arms]
     named = {name: model for name, model in models.items() if name[0] in arms}
     if table.columns == "own":
@@ -122,11 +128,12 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
     for (arm, kind), line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
         other = compared.get(kind) or next(iter(compared.values()), {})
         gains = {
-            column: difference(_by_seed(line[column]), _by_seed(values))
+            column: difference(_by_seed(line[column]), _by_seed(values), shared)
             for column, values in other.items()
             if arm not in {table.against, CONSTANT}
+            and line.get(column, {}).keys() == values.keys()  # the same clients
         }
-        cells = {column: interval(_by_seed(values)) for column, values in line.items()}
+        cells = {column: interval(_by_seed(values), shared) for column, values in line.items()}
         client = None if kind in {BASE, GLOBAL, _CLIENTS} else kind
         rows.append(Row(_label(experiment, arm, kind, lines), arm, client, cells, gains))
     return rows

@@ -114,10 +114,15 @@ def majority_class(task: Task, questions: Sequence[Question]) -> dict[str, float
     """Return the metrics of always answering with the most frequent class; {} without classes."""
     if not task.has_classes:
         return {}
+    return task.metrics(questions, majority_answers(questions))
+
+
+def majority_answers(questions: Sequence[Question]) -> list[str]:
+    """Return the answers of the most frequent class: each question's candidate, or ""."""
     # A class is the index of a candidate, or None if no candidate is right.
     right = [q.candidates.index(q.answers[0]) if q.answers else None for q in questions]
     ((most, _),) = Counter(right).most_common(1)
-    return task.metrics(questions, ["" if most is None else q.candidates[most] for q in questions])
+    return ["" if most is None else q.candidates[most] for q in questions]
 
 
 def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:

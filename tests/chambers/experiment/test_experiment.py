@@ -61,11 +61,19 @@ def file(tmp_path):
         ("seeds = [3, 4]", "seeds = []", "sizes.small.seeds"),
         ('"data.generated" = "matters"', '"data.path" = "."', "the measure article can't be"),
         ("title =", "title", "is not TOML"),
+        (
+            '"data.generated" = "matters"',
+            '"data.path" = "."\n"data.task" = "cb"',
+            'columns = "own" needs several clients',
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_before_any_run(file, tmp_path, capsys, before, after, reason):
     assert before in EXPERIMENT
-    file.write_text(EXPERIMENT.replace(before, after, 1))
+    text = EXPERIMENT.replace(before, after, 1)
+    if "own" in reason:
+        text = text.replace('"article"', '"accuracy"').replace("heat-map = true", 'columns = "own"')
+    file.write_text(text)
     assert main(["experiment", str(file), "--output", str(tmp_path / "out")]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -129,6 +137,22 @@ def test_each_variant_has_all_arms_with_its_settings(file):
     assert [run.name for run in runs] == [f"{n}-seed-{seed}" for seed in (3, 4) for n in names]
     assert [run.settings["rounds"] for run in runs] == [5, 1, 1] * 2
     assert [run.clients for run in runs] == [7, None, 7] * 2
+
+
+def test_an_arm_may_have_fewer_clients(file, tmp_path, capsys):
+    file.write_text(EXPERIMENT.replace('measure = "article"', 'measure = "distance"'))
+    found = [
+        Record(arm, "global", seed, group, "distance", [1.0])
+        for arm, groups in (("alone", GROUPS), ("together", GROUPS[:2]))
+        for group in groups
+        for seed in (3, 4)
+    ]
+    file.write_text(file.read_text().replace('"bare", ', "").replace("heat-map = true", ""))
+    write_records(tmp_path / RESULTS, {}, found)
+    assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
+    (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| together")]
+    cell = "1.000 (1.000 to 1.000)"
+    assert [each.strip() for each in row.split("|")[2:6]] == [cell, cell, "", cell]
 
 
 def test_tables_and_plots_are_made_of_results_alone(file, tmp_path, capsys):

@@ -1,14 +1,39 @@
 """Scores that experiments measure, compared with those that runs measure."""
 
+import json
+
 import pytest
 
-from chambers.experiment.measuring import Measuring
+from chambers.experiment.measuring import Measuring, measure_untrained
+from chambers.experiment.plan import Experiment
 from chambers.experiment.questions import groups_of
 from federation.run_config import parse_run_config
 from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
+
+
+def test_the_constant_answer_to_wsc_is_that_no_noun_is_right(tmp_path):
+    rows = [
+        {"text": "Ann saw Eve; she left.", "target": target, "idx": number, "label": label}
+        for number, (target, label) in enumerate(
+            [
+                ({"span1_text": "Ann", "span2_text": "she", "span1_index": 0, "span2_index": 3}, a)
+                for a in (False, True, False)
+            ]
+        )
+    ]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    config = parse_run_config({"data.path": str(tmp_path), "data.task": "wsc"})
+    table = {"name": "a", "title": "", "measure": "accuracy", "arms": ["one"]}
+    arms, sizes = {"one": {"label": "one"}}, {"small": {"seeds": [0]}}
+    experiment = Experiment.model_validate(
+        {"title": "", "sizes": sizes, "arms": arms, "tables": [table]}
+    )
+    (record,) = measure_untrained(experiment, 0, config, groups_of(config, "", 0, 3))
+    assert record.values == [1.0, 0.0, 1.0]
 
 
 def test_a_loss_is_the_held_out_loss_of_each_question(checkpoint):

@@ -35,6 +35,14 @@ def test_most_intervals_contain_the_mean():
     assert sum(each.low <= 1.0 <= each.high for each in found) >= 20
 
 
+def test_questions_that_all_seeds_share_count_once():
+    (values,) = drawn(1, 100)
+    one, three = interval([values]), interval([values] * 3, shared=True)
+    assert three.high - three.low == pytest.approx(one.high - one.low, rel=0.05)
+    apart = interval([values] * 3)
+    assert apart.high - apart.low < 0.8 * (one.high - one.low)
+
+
 def test_pairing_removes_what_questions_have_in_common():
     common = [10 * values for values in drawn(3, 50)]
     noise = drawn(3, 50, seed=1)
