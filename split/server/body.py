@@ -55,7 +55,7 @@ class _Stage:
 
     def __init__(self, address: str, key: str) -> None:
         self.adapters: dict[str, dict[str, torch.nn.Parameter]] = {"": {}}
-        self._sent: dict[str, int] = {}  # by adapter, version of the weights at the stage
+        self.sent: dict[str, int] = {}  # by adapter, version of the weights at the stage
         self._numbers = itertools.count(1)
         self._address = address
         try:
@@ -88,11 +88,11 @@ class _Stage:
         number = next(self._numbers) if needed else 0
         given = {"hidden": hidden, "lengths": padding.lengths, "random": random}
         version = sum(value._version for value in weights.values())  # grows with each change
-        if self._sent.get(name) != version:
+        if self.sent.get(name) != version:
             given |= weights
         fields = {"number": number, "grad": hidden.requires_grad, "train": train}
         answer = self.call("forward", given, name=name, side=padding.side, **fields)
-        self._sent[name] = version
+        self.sent[name] = version
         output = answer["hidden"], self, number, [*weights]
         return _Graph.apply(*output, hidden, *weights.values()), answer["random"]  # type: ignore[no-untyped-call]
 
@@ -155,7 +155,14 @@ class StagedBody:
         """Remove an adapter."""
         for stage in self._stages:
             del stage.adapters[name]
+            stage.sent.pop(name, None)
             stage.call("remove", name=name)
+
+    def forget(self, name: str) -> None:
+        """Free the activations of an adapter's forward passes whose gradients won't come."""
+        for stage in self._stages:
+            with suppress(ConnectionError):  # of a lost stage, nothing is left
+                stage.call("forget", name=name)
 
     def use(self, name: str | None) -> None:
         """Select the adapter to compute with; None selects the base model without an adapter."""

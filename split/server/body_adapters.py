@@ -122,8 +122,10 @@ class BodyAdapters:
         self._optimizer.zero_grad()
 
     def zero_grad(self) -> None:
-        """Discard the gradients of an unfinished step."""
+        """Discard the gradients of an unfinished step, and the activations at stages."""
         self._optimizer.zero_grad()
+        if isinstance(self._body, StagedBody):
+            self._body.forget(self.name)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the weights of the adapters. The names must match exactly."""

@@ -74,8 +74,9 @@ def send(stream: Any, tensors: Tensors, **fields: Any) -> None:
 
 def receive(stream: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return a message's tensors and fields; raise an OSError if the connection has ended."""
-    message = stream.read(int.from_bytes(stream.read(8)))
-    if not message:
+    size = int.from_bytes(stream.read(8))
+    message = stream.read(size)
+    if not size or len(message) < size:
         raise ConnectionError("the other end has closed the connection")
     fields, _, tensors = message.partition(b"\n")
     # Copy the tensors, because the rounding of matrix products depends on the memory alignment.
@@ -137,6 +138,10 @@ class _Blocks:
         self._part.remove(name)
         return {}
 
+    def _on_forget(self, _: Tensors, name: str) -> Tensors:
+        self._passes = {n: kept for n, kept in self._passes.items() if kept[0] != name}
+        return {}
+
     def _on_forward(
         self, given: Any, name: str, side: Any, number: int, grad: bool, train: bool
     ) -> Tensors:
@@ -144,8 +149,7 @@ class _Blocks:
         hidden, lengths, random = (given.pop(key) for key in ("hidden", "lengths", "random"))
         if given:
             load_state(self._part.trainable(name), given)
-            # No gradients will come for forward passes with the old weights.
-            self._passes = {n: kept for n, kept in self._passes.items() if kept[0] != name}
+            self._on_forget({}, name)  # no gradients will come for passes with the old weights
         self._part.use(name or None)
         self._part.train(train)
         if torch.accelerator.is_available():

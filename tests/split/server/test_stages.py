@@ -2,6 +2,7 @@
 
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.server.body import load_body
+from split.server.stage import secured, tls
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -86,14 +88,13 @@ def results_of(base, state, split, adapter, model):
         bodies = {f"body of {client}": server.state_of(client) for client in SIZES}
         results = ends | bodies | {"body": server.end_round(SIZES)}
         results["optimizer"] = server.export_optimizers()
-        models = {"global": results["body"], "base": None}
-        for name in models:
-            with clients[0].lane(
-                server.invite_to_evaluate("alpha", 1, models, 60.0)
-            ) as split_model:
+        models = {"first": apart["body"], "global": results["body"], "base": None}
+        invitation = server.invite_to_evaluate("alpha", 1, models, 60.0)
+        with clients[0].lane(invitation) as split_model:
+            for name in models:
                 split_model.choose(name, None if name == "base" else ends["alpha"])
                 losses = split_model.summed_losses([collate(draw(3, 7), 0)])
-            results[f"losses of {name}"] = {"": torch.tensor(losses)}
+                results[f"losses of {name}"] = {"": torch.tensor(losses)}
     return {f"{key}/{n}": value for key, found in results.items() for n, value in found.items()}
 
 
@@ -145,6 +146,12 @@ def test_other_programs_and_other_keys_are_refused(base, key, two, tmp_path):
     host, _, port = address.partition(":")
     with socket.create_connection((host, int(port))) as other:
         other.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    with (
+        socket.create_connection((host, int(port))) as plain,
+        secured(plain, tls(key, ssl.PROTOCOL_TLS_CLIENT), is_server=False) as cut,
+    ):
+        cut.write((100).to_bytes(8) + b"{}\n")
+    load_body(base, model, split_settings(**two)).close()
     others = two | {"body_key": str(make_key(tmp_path))}
     with pytest.raises(ConnectionError, match=rf"{address}.*(can't be used|is lost)"):
         load_body(base, model, split_settings(**others))
