@@ -135,7 +135,7 @@ class LaneServer:
         with self._silent.count(host_of(context.peer()), context.cancel):
             hello = _next(requests)
         with self._lock:
-            self._check_room(new=False)
+            self._check_room()
             identity = handshake.read(hello)
         with self._answered.count(identity, context.cancel):
             answer = handshake.answer()
@@ -146,7 +146,7 @@ class LaneServer:
             stream = Stream(
                 secrets, self._limits, is_client=False, carried=carried, release=context.cancel
             )
-            number, received = self._accept(used, stream)
+            number, received = self._accept(used, identity, stream)
             try:
                 yield stream.confirm(received)
                 stream.open_confirmation(_next(requests))
@@ -158,12 +158,12 @@ class LaneServer:
                     if self._unconfirmed.get(number) is stream:
                         del self._unconfirmed[number]
 
-    def _accept(self, ticket: bytes, stream: Stream) -> tuple[bytes, int]:
+    def _accept(self, ticket: bytes, identity: Identity, stream: Stream) -> tuple[bytes, int]:
         """Record a handshake; return the lane's identifier and the number of frames received."""
         with self._lock:
             number = self._tickets.accept(ticket, stream.resumption)
             lane = self._lanes.get(number)
-            self._check_room(new=lane is None)
+            self._check_room(None if lane else identity)
             # The client opens one stream at a time. Accept no more frames from earlier streams, so
             # that the number of received frames stays valid.
             self._unconfirmed[number] = stream
@@ -177,7 +177,7 @@ class LaneServer:
             if self._unconfirmed.get(number) is not stream:
                 raise refused(Refusal.TICKET_USED)
             known = self._lanes.get(number)
-            self._check_room(new=known is None)
+            self._check_room(None if known else identity)
             self._tickets.confirm(number, stream.resumption.identifier)
             lane = known or self._new_lane(number, identity)
             lane.attach(stream)
@@ -214,8 +214,15 @@ class LaneServer:
             self._next_line = time.monotonic() + _LOG_SECONDS
         _LOG.info("handshakes refused since the last such message: %d; latest: %s", count, error)
 
-    def _check_room(self, new: bool) -> None:
-        if self._stopping or (new and len(self._threads) >= self._maximum_lanes):
+    def _check_room(self, new: Identity | None = None) -> None:
+        """Refuse a stream if the server stops, or if it is for a new lane and there are too many.
+
+        A lane that a client has replaced counts until the server's current job for it has ended.
+        """
+        threads = [thread.name for thread in self._threads]
+        own = 0 if new is None else threads.count(f"serve {new.node}")
+        full = len(threads) >= self._maximum_lanes or own >= self._peers.of_one_identity
+        if self._stopping or (new and full):
             raise refused(Refusal.BUSY)
 
     def _serve(self, lane: Lane) -> None:

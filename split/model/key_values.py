@@ -92,7 +92,6 @@ class KeyValues:
             for name, value in each._mask_and_positions(1).items():
                 missing = columns - value.shape[1] if name == "attention_mask" else 0
                 inputs.setdefault(name, []).append(pad(value, (missing, 0)))
-            each.columns += 1
         try:
             output = first._computed(
                 torch.cat([to_device(states, first._part.device) for states in given]),
@@ -102,10 +101,11 @@ class KeyValues:
         except Exception:  # some blocks may have cached the token
             for each in texts:
                 assert each.cache is not None
-                each.columns -= 1
                 for layer in each.cache.layers:
                     layer.crop(min(0, each.length - layer.get_seq_length()))
             raise
+        for each in texts:
+            each.columns += 1
         # A view would keep all rows in memory until a slow client has received its part.
         return [part.clone() for part in torch.split(output, rows)]
 

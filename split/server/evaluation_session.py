@@ -29,6 +29,7 @@ from split.settings import SplitSettings
 # Body adapters by name of the model; None for a model without adapters.
 Models = Mapping[str, State | None]
 _LONGEST_TOGETHER = 2048  # number of columns; longer texts gain little from a common pass
+_ROWS_TOGETHER = 16  # of each session, because a common pass copies its adapter for each row
 
 
 class EvaluationSession(Session):
@@ -131,14 +132,15 @@ class EvaluationSession(Session):
 
         def begin() -> torch.Tensor:
             assert isinstance(self._body, Part)  # stages allow no ``max_cached_tokens``
-            self._cached_tokens = prompts.tokens
             self._key_values = KeyValues(self._body, prompts.padding, prompts.hidden.shape[1])
             return self._key_values.extend(prompts.hidden)
 
         self._put(Priority.GENERATION, prompts, begin, tokens=prompts.tokens)
 
     def _continue_texts(self, extension: CachedExtension) -> None:
-        one_token = extension.hidden.shape[1] == 1 and not (extension.endings or extension.drop)
+        rows, columns, _ = extension.hidden.shape
+        is_small = columns == 1 and rows <= _ROWS_TOGETHER
+        one_token = is_small and not (extension.endings or extension.drop)
 
         def extend() -> torch.Tensor:
             assert self._key_values is not None
@@ -212,6 +214,7 @@ class EvaluationSession(Session):
 
         @torch.no_grad()
         def forward() -> None:
+            self._cached_tokens += tokens  # first, so that they are released even after an error
             self._body.use(self._name)
             self._body.train(False)
             output = compute()

@@ -17,7 +17,10 @@ from split.server.compute import ComputeThread, Job, Priority
 from split.settings import SplitSettings
 
 POLL_SECONDS = 1.0
-_MEMORY = "at the server, lower split.activation-budget, or use more GPUs (split.body-devices)"
+_MEMORY = (
+    "at the server, lower split.activation-budget (chambers serve: --max-tokens), or use more GPUs "
+    "(split.body-devices)"
+)
 
 
 def reason_of(error: BaseException) -> str:

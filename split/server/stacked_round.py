@@ -272,10 +272,10 @@ class StackedRound:
         """Clip the gradients, answer all members, and take a step of the optimizer."""
         self._adapters.scale(1 / self._counted)
         self._counted = 0.0
-        for cap in self._gradient_cap.caps:
-            cap.end_step()
         reported = {member.client: square for member, square in squared_norms.items()}
         factors = self._norm_cap.factors(reported, dict.fromkeys(reported, 1))
+        for cap in self._caps:
+            cap.end_step()
         capped = {client: square * factors[client] ** 2 for client, square in reported.items()}
         factor, norm = self._adapters.clip(sum(capped.values()))
         with self._lock:

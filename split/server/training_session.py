@@ -79,8 +79,6 @@ class TrainingSession(Session):
                     self._kept_in_step = 0.0
                 handlers[type(event)](event)
             self._settle()
-            if super().waits():
-                raise ProtocolError("the round ended before its last step was computed")
             self.lane.send(Kind.END)
             finished = True
         finally:
@@ -113,3 +111,5 @@ class TrainingSession(Session):
     def _settle(self) -> None:
         """Wait for the current job, because a step is answered before the optimizer's step."""
         self.compute.call(lambda: None)
+        if self.waits():
+            raise ProtocolError("the client continued before its last step was computed")

@@ -15,8 +15,9 @@ from finetuning.data.batching import collate
 from finetuning.devices import default_device
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from split.model import key_values
 from split.model.adapters import take_apart
-from split.model.key_values import KeyValues
+from split.model.key_values import KeyValues, pad
 from split.model.loading import load_parts
 from split.model.partition import partition_of
 from split.protocol.frames import Padding
@@ -260,10 +261,10 @@ PREFIXES = AdapterSettings(kind="prefix", prefix_length=3)
 
 @pytest.mark.parametrize(
     ("adapter", "fails"),
-    [(None, False), (PREFIXES, False), (None, True)],
-    ids=["lora", "prefix", "out of memory"],
+    [(None, ""), (PREFIXES, ""), (None, "block"), (None, "mask")],
+    ids=["lora", "prefix", "out of memory", "out of memory before the first block"],
 )
-def test_lanes_that_generate_at_once_share_passes(adapter, fails, random_checkpoint):
+def test_lanes_that_generate_at_once_share_passes(adapter, fails, random_checkpoint, monkeypatch):
     scene = Scene(random_checkpoint("Llama"), adapter=adapter)
     plan = [
         ("alpha", "global", 3),
@@ -274,9 +275,18 @@ def test_lanes_that_generate_at_once_share_passes(adapter, fails, random_checkpo
     found, passes, failed = {}, [], []
 
     def run_out(_, given) -> None:
-        if fails and given[0].shape[:2] > (1, 1) and given[0].shape[1] == 1 and len(failed) < 5:
+        together = given[0].shape[:2] > (1, 1) and given[0].shape[1] == 1
+        if fails == "block" and together and len(failed) < 5:
             failed.append(given[0].shape)
             raise torch.OutOfMemoryError("allocated too much")
+
+    def padded(tensor, widths, **value):
+        if fails == "mask" and widths[0] > 0 and len(failed) < 5:
+            failed.append(widths)
+            raise torch.OutOfMemoryError("allocated too much")
+        return pad(tensor, widths, **value)
+
+    monkeypatch.setattr(key_values, "pad", padded)
 
     def prompt(columns):
         tokens = torch.randint(
@@ -305,7 +315,7 @@ def test_lanes_that_generate_at_once_share_passes(adapter, fails, random_checkpo
         hook.remove()
         assert not [account.error for account in server.finish_lanes() if account.error]
     assert 4 * NEW <= len(passes) < len(plan) * 4 * NEW
-    assert bool(failed) == fails
+    assert bool(failed) == bool(fails)
     whole = scene.whole()
     for name, chosen, columns in plan:
         with nullcontext() if chosen == "global" else whole.without_adapter():

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from finetuning.data.batching import collate
 from finetuning.settings import ModelSettings
 from split.model.loading import load_parts
 from split.model.partition import partition_of
-from split.protocol.errors import LaneError, PeerError, TicketError
+from split.protocol.errors import LaneBusyError, LaneError, PeerError, TicketError
 from split.server.model_server import ModelServer
 from tests.split.clients import LONGEST, assert_nothing_is_left, draw
 from tests.split.model.test_generation import GREEDY, Scene, generated
+from tests.split.server.test_session import busy
+from tests.waiting import wait_until
 
 
 class Served(Scene):
@@ -69,6 +71,21 @@ def test_a_client_s_newer_lane_displaces_the_older_and_nobody_else_s(scene):
             for model in (new, other):
                 scene.choose(model)
                 assert torch.equal(generated(model, **GREEDY), expected)
+
+
+def test_displaced_lanes_count_until_the_current_job_has_ended(scene):
+    with scene.model_server() as server, ExitStack() as lanes:
+        invitation = scene.invite(server, scene.client("alpha"))
+        with busy(server):
+            for _ in range(4):
+                lanes.enter_context(scene.client("alpha").lane(invitation))
+            with pytest.raises(LaneBusyError):
+                lanes.enter_context(scene.client("alpha").lane(invitation))
+            lanes.enter_context(
+                scene.client("beta").lane(scene.invite(server, scene.client("beta")))
+            )
+        wait_until(lambda: len(server._lanes._threads) == 2)
+        lanes.enter_context(scene.client("alpha").lane(invitation))
 
 
 @pytest.mark.nightly

@@ -8,6 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from split.model.adapters import take_apart
+from split.model.part import Part
+from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
@@ -342,9 +345,11 @@ def cleans_up(server):
     return any(job.priority is Priority.CLEANUP for job in server._compute._waiting)
 
 
-def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning):
-    client = Refusals(base, split_settings())
-    with serving(base, beginning, split_settings()) as server:
+@pytest.mark.parametrize("schedule", ["serial", "client-batch"])
+def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning, schedule):
+    split = split_settings(schedule=schedule)
+    client = Refusals(base, split)
+    with serving(base, beginning, split) as server:
         server.begin_round({"alpha": 9}, 0)
         with client.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
             client.join(model, steps=1, total_steps=1)
@@ -372,6 +377,31 @@ def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning):
                     model.lane.receive(30.0)
         (account,) = server.finish_lanes()
         assert "before its last step was computed" in account.error
+
+
+def test_prompts_for_a_model_that_can_t_be_attached_cost_no_budget(base, beginning, monkeypatch):
+    client = Client("alpha", base, split_settings())
+    attach = Part.attach
+
+    def attached(part, settings, name="default"):
+        if name.startswith("evaluation"):
+            raise torch.OutOfMemoryError("allocated too much")
+        attach(part, settings, name)
+
+    with serving(base, beginning, split_settings()) as server:
+        before = server._compute._free
+        models = {"global": take_apart(beginning, partition_of(base, split_settings()))["body"]}
+        with client.lane(server.invite_to_evaluate("alpha", 0, models, 60.0)) as model:
+            monkeypatch.setattr(Part, "attach", attached)
+            with busy(server):
+                model.lane.send(Kind.JOIN, fields={"model": "global"})
+                send_texts(model)
+                wait_until(lambda: len(server._compute._waiting) == 2)
+            with pytest.raises(LaneError):
+                while True:
+                    model.lane.receive(30.0)
+        server.finish_lanes()
+        assert server._compute._free == before
 
 
 @pytest.mark.parametrize("what", REFUSED_TEXTS)
