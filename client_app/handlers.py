@@ -189,8 +189,11 @@ def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
     elif task.instruction.losses != Instruction.of(task.message).losses:
         config["withheld"] = "the site's policy refuses evaluation (evaluation = false)"
     if task.site.policy and task.site.policy.min_examples > 1:
-        # These are losses of single steps, which may have fewer rows than the policy's minimum.
-        metrics = {k: v for k, v in metrics.items() if k not in {"loss-first", "loss-last"}}
+        # These come from single steps, which may have fewer rows than the policy's minimum.
+        single = {"loss-first", "loss-last"}
+        if task.config.continual.share:  # the gradient of the last step then determines λ
+            single |= {"lambda", "penalty"}
+        metrics = {name: value for name, value in metrics.items() if name not in single}
     return answer(
         message=task.message,
         config=config,

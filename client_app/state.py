@@ -7,7 +7,6 @@ from the previous one. The last round whose adapter the server averaged is kept,
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import platformdirs
 from safetensors.torch import load_file, save_file
 
 from federation.messages import State
-from finetuning.files import remove_unfinished, replacing
+from finetuning.files import remove_unfinished, remove_whole, replacing
 
 _KEPT_ROUNDS = 2
 
@@ -52,14 +51,14 @@ class ClientState:
         # Count folders, not rounds: a round in which the client didn't take part has no folder.
         for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
             if old != counted:
-                shutil.rmtree(self._round(old))
+                remove_whole(self._round(old))
 
     def forget_from(self, round_number: int) -> None:
         """Remove the state of this and later rounds, and unfinished files of killed processes."""
         remove_unfinished(self.directory)
         for number in self._rounds():
             if number >= round_number:
-                shutil.rmtree(self._round(number))
+                remove_whole(self._round(number))
 
     def adapter(self, round_number: int) -> State | None:
         """Return the newest personalised adapter up to and including this round, or None."""

@@ -40,6 +40,7 @@ _MAY_CHANGE = {
     "instruction-key",
     "data.path",
     "model.devices",
+    "train.checkpoint-minutes",
     "split.window",
     "split.body-devices",
     "split.body-hosts",

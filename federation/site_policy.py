@@ -144,7 +144,8 @@ class SitePolicy(_Table):
     max_rounds: PositiveInt | None = Field(
         None,
         description="Maximum number of train messages in a run, including failed and repeated "
-        "ones; for evaluate messages, the maximum is one higher. Absent: no limit.",
+        "ones; for evaluate messages, the maximum is one higher. With `late-replies`, each round "
+        "with late replies is evaluated again. Absent: no limit.",
     )
     max_steps: PositiveInt | None = Field(
         None, description="Maximum number of optimizer steps in a round. Absent: no limit."

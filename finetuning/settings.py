@@ -223,8 +223,8 @@ class ContinualSettings(Section):
     )
     importance: Literal["server", "client"] = Field(
         "server",
-        description="Importance J that a client uses. `server`: the average over all clients, "
-        "computed after each aggregation. `client`: the client's own.",
+        description="Importance J that a client uses. `server`: the average over the clients that "
+        "evaluate, computed after each aggregation. `client`: the client's own.",
     )
     importance_examples: PositiveInt = Field(
         64, description="Maximum number of training examples from which J is computed."

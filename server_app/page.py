@@ -76,7 +76,7 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% for round in rounds %}
 <tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}
 {{- "; late: " ~ round.clients|join(", ") if round.clients }}</td>
-<td>{% for left in round.left_out if left.client not in round.clients|default([]) %}
+<td>{% for left in round.left_out if left.client not in round.participants %}
 {{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
 <td>{% for own in scaled if own.round == round.round %}{{ own.client }}: {{ own.what }}
 × {{ "%.2g"|format(own.factor) }}<br>{% endfor %}</td>

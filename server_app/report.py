@@ -82,7 +82,9 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     notes: list[Event] = []  # on each round's last average: late replies repeat an average
     for event in events:
         if event["event"] in ("round", "late"):
-            rounds[event["round"]] = rounds.get(event["round"], {}) | event
+            before = rounds.get(event["round"], {})
+            late = [*before.get("clients", []), *event.get("clients", [])]
+            rounds[event["round"]] = before | event | {"clients": late}
             notes = [note for note in notes if note["round"] != event["round"]]
         if event["event"] in ("scaled", "evaluation-missing"):
             notes.append(event)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice
 from logging import WARNING
@@ -49,13 +49,16 @@ class Unanswered:
         self._grid = grid
         self._pulls: dict[str, Future[list[Message]]] = {}
 
-    def poll(self) -> Iterator[Message]:
-        """Yield the replies that have arrived, as described for ``exchange``."""
+    def poll(self, patience: float = 0.0) -> Iterator[Message]:
+        """Yield the replies that have arrived, as described for ``exchange``.
+
+        ``patience`` is the time in seconds to wait for the rest of a reply that is being pulled.
+        """
         pulls = self._pulls
         for identifier, request in list(self.requests.items()):
             if identifier not in pulls:
                 pulls[identifier] = _begin_pull(self._grid, identifier, request)
-            if not pulls[identifier].done():
+            if wait([pulls[identifier]], patience).not_done:
                 continue
             replies = pulls.pop(identifier).result()
             if replies:

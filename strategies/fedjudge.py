@@ -30,13 +30,13 @@ class FedJudgeCL(FedJudgeBase):
     ) -> Iterable[Message]:
         """Create a train message, with any average importance J, for every client of the round.
 
-        Raise ``RefusedError`` if all clients withhold J, which the next round needs.
+        Raise ``RefusedError`` if all clients that evaluate withhold J, which the next round needs.
         """
         messages = list(super().configure_train(server_round, arrays, config, grid))
         if self._evaluation(server_round).importance and self._participants.all_withhold:
             raise RefusedError(
-                "FedJudge-CL needs the importance of the weights, which the policies of all "
-                'clients withhold; use strategy = "fedjudge-base"'
+                "FedJudge-CL needs the importance of the weights, but the policies of all clients "
+                'that evaluate withhold it; use strategy = "fedjudge-base"'
             )
         if server_round == 1:
             return messages

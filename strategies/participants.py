@@ -164,9 +164,9 @@ class Participants:
 
     @property
     def all_withhold(self) -> bool:
-        """Whether the policies of all connected clients withhold importance."""
+        """Whether the policies of all connected clients that evaluate withhold importance."""
         connected = [p for p in self._registered.values() if p.name not in self._absent]
-        return bool(connected) and all(p.withholds for p in connected)
+        return bool(connected) and all(p.withholds for p in self._drawn(connected, 0))
 
     def recipient_of(self, message: Message) -> Participant:
         """Return the recipient of a message."""

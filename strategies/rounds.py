@@ -25,6 +25,9 @@ from strategies.journal import Journal, LiveStatus, Progress, reasons, record_sc
 from strategies.participants import Participants
 from strategies.replies import Replies
 
+# Time to wait for the rest of a late reply that is being pulled.
+_LATE_SECONDS = 60.0
+
 
 class Rounds(Strategy):
     """Base class of the strategies: clients train adapters that the server averages by data size.
@@ -181,7 +184,8 @@ class Rounds(Strategy):
         if self._unanswered is None:
             return None
         with Replies(self._journal.scratch) as late:
-            self._collect(late, self._unanswered.poll(), self._reference, are_late=True)
+            replies = self._unanswered.poll(_LATE_SECONDS)
+            self._collect(late, replies, self._reference, are_late=True)
             if not late.metrics:
                 return None
             log(INFO, "Late replies are averaged: %s", ", ".join(late.metrics))

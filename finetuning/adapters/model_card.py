@@ -32,7 +32,7 @@ def model_card(
         tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
-    settings = "\n".join(f"{key} = {value!r}" for key, value in config.items() if key not in _PATHS)
+    settings = "\n".join(f"{key} = {value!r}" for key, value in config.items() if key not in _LOCAL)
     return f"""---
 {metadata.to_yaml()}
 ---
@@ -156,4 +156,6 @@ def _described(directory: Path) -> str:
 
 
 _TAGS = {"lora": "lora", "prefix": "prefix-tuning"}
-_PATHS = {"data.path", "initial-adapter", "instruction-key", "output-dir", "resume", "state-path"}
+# Settings that describe the coordinator's machines.
+_LOCAL = {"data.path", "initial-adapter", "instruction-key", "output-dir", "resume", "state-path"}
+_LOCAL |= {"split.advertise", "split.body-hosts", "split.body-key", "split.listen"}

@@ -250,11 +250,15 @@ def test_a_message_is_refused_although_its_run_is_allowed(
         assert reason in site.refusal(spelling, changed=changed, **instruction)
 
 
-def test_training_with_the_site_s_own_importance_is_not_refused(site):
+@pytest.mark.parametrize(("share", "sent"), [(0.0, {"lambda", "penalty"}), (0.1, set())])
+def test_training_with_the_site_s_own_importance_is_not_refused(site, share, sent):
+    """A λ that depends on the last step's gradient isn't sent."""
     site.decide("min-examples = 6")
     own = {"continual.importance": "client", "continual.importance-examples": 6}
+    own |= {"continual.share": share}
     metrics = site.ask("train", changed=own, round=2, importance=True).content[METRICS]
     assert metrics["importance-distance"] > 0
+    assert {"lambda", "penalty"} & set(metrics) == sent
 
 
 def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(site):

@@ -126,10 +126,13 @@ def test_page_shows_results_rounds_and_configuration(run):
 
 def test_a_late_reply_replaces_what_was_recorded_without_it(run):
     late = {"event": "late", "round": 2, "clients": ["z"], "participants": ["court", "z"]}
-    out = finished(2, ["court"], [("z", "no reply"), ("y", "not connected")])
+    later = late | {"clients": ["x"], "participants": ["court", "x", "z"]}
+    absent = [(name, "no reply") for name in "xz"]
+    out = finished(2, ["court"], [*absent, ("y", "not connected")])
     scaled = {"event": "scaled", "round": 2, "client": "court", "what": "update", "factor": 0.5}
-    text = check(write_report(run([*EVENTS[:-2], out, scaled, EVENTS[-1], late]))).text
-    assert "2court, z; late: z y: not connected 14.2" in " ".join(text.split()).replace("2 c", "2c")
+    text = check(write_report(run([*EVENTS[:-2], out, scaled, EVENTS[-1], late, later]))).text
+    shown = " ".join(text.split()).replace("2 c", "2c")
+    assert "2court, x, z; late: z, x y: not connected 14.2" in shown
     assert "update × 0.5" not in text and "Not evaluated" not in text
 
 
