@@ -66,7 +66,7 @@ def test_a_generated_token(assert_waits, model):
     def run(count: int) -> None:
         model.generate(tokens, mask, count, min_new_tokens=count, do_sample=False, pad_token_id=0)
 
-    assert_waits(run, 8, 40, most=1.25)  # occasionally, the end is checked twice
+    assert_waits(run, 8, 40, most=1)
 
 
 @pytest.mark.parametrize("schedule", ["serial", "client-batch", "hierarchical"])
