@@ -16,6 +16,7 @@ demo: $(VENV)/installed
 
 # The commands of docs/deployment.md in folders of this machine. MODEL is tiny, smollm2 or a path.
 deployment: $(VENV)/installed
+	@rm -rf .chambers/deployment
 	@PATH="$(abspath $(BIN)):$$PATH" examples/deployment.sh .chambers/deployment
 
 # Tests sometimes wait for other processes, so there is one more worker than cores, but at most four.

@@ -140,7 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = parse(sys.argv[1:] if arguments is None else arguments)
         name = _NAMES[type(command)]
-        return command()
+        status = command()
+        print(end="", flush=True)  # so that an error of standard output is handled here
+        return status
     except click.exceptions.Exit as end:  # --help
         return end.exit_code
     except click.UsageError as error:

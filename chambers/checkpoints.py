@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from chambers.disk_space import existing
-from chambers.errors import CommandError
+from chambers.errors import CommandError, interrupt_at_end
 from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import SavedAdapter, read_adapter
@@ -38,6 +38,7 @@ class Convert:
 
     def __call__(self) -> int:
         """Convert the checkpoint."""
+        interrupt_at_end()  # so that an unfinished checkpoint is removed
         target = self.target
         if target.exists():
             raise CommandError(f"{target} exists; name a folder that doesn't")
@@ -83,6 +84,7 @@ class Merge:
 
     def __call__(self) -> int:
         """Write the merged model."""
+        interrupt_at_end()
         if self.folder.exists():
             raise CommandError(f"{self.folder} exists; name a folder that doesn't")
         if any(parent.is_file() for parent in self.folder.absolute().parents):

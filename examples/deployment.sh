@@ -4,8 +4,10 @@
 #
 #   MODEL=tiny examples/deployment.sh FOLDER
 set -euo pipefail
-rm -rf "$1" && mkdir -p "$1"/{coordinator,reviewer,court,consultation} && cd "$1"
 MODEL=${MODEL:-tiny}
+[ ! -e "$MODEL" ] || MODEL=$(realpath "$MODEL")
+[ ! -e "$1" ] || { echo "$1 exists; name a folder that doesn't"; exit 2; }
+mkdir -p "$1"/{coordinator,reviewer,court,consultation} && cd "$1"
 export PYTHONUNBUFFERED=1
 
 python - <<'END'

@@ -68,7 +68,8 @@ class AnswerStream:
 
     def keep_logits(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Store the logits of the next token; a later call for the same column replaces them."""
-        self._logits[input_ids.shape[1]] = scores
+        # With drafts, ``scores`` is a view that the processors after this one overwrite.
+        self._logits[input_ids.shape[1]] = scores.clone()
         return scores
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Checks of an institution's machine."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import platformdirs
@@ -30,7 +31,7 @@ def check_institution(
 
     ``folder`` is the institution's. Unless ``registered``, the node key need not be registered yet.
     """
-    values = host.read_environment(folder / host.INSTITUTION)
+    values = defaultdict(str, host.read_environment(folder / host.INSTITUTION))
     superlink, authority, key_file = values["COORDINATOR"], folder / AUTHORITY, folder / "node"
     report = Report()
     report.line(lasting_file, authority, "get the coordinator's new authority.pem")

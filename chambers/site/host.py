@@ -103,7 +103,7 @@ def read_environment(file: Path) -> dict[str, str]:
     """Read a file of environment variables as systemd and Compose do."""
     lines = file.read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
-    return {key: value for key, _, value in pairs}
+    return {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
 
 
 def enter(folder: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import uuid
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,8 @@ def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
                 name, _, assigned = shlex.split(value)[0].partition("=")
                 variables[name] = assigned
             elif key == "ExecStart":
-                words = [Template(word).safe_substitute(variables) for word in shlex.split(value)]
+                known = defaultdict(str, variables)  # others are empty, as in systemd
+                words = [Template(word).safe_substitute(known) for word in shlex.split(value)]
                 command = [word for word in words if "--health-server-address" not in word]
         if not shutil.which(command[0]):
             raise CommandError(f"{command[0]}, which {unit} starts, is not installed")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from chambers.errors import CommandError
 from chambers.site import host
 from chambers.sources import argument, option
-from finetuning.model.names import BUILT_IN
+from chambers.train import read_settings
+from finetuning.model.names import BUILT_IN, TINY
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -44,7 +45,7 @@ class Coordinator:
 
     names: Annotated[list[str], argument("NAME…")]
     folder: Annotated[Path, host.FOLDER] = Path()
-    model: Annotated[str, host.MODEL] = "tiny"
+    model: Annotated[str | None, host.MODEL] = None
 
     def __call__(self) -> int:
         """Write the files that are missing, and print what to send to the institutions."""
@@ -52,7 +53,10 @@ class Coordinator:
         from chambers.site.keys import PUBLIC, open_instructions
 
         names = authority.check_names(self.names)
-        folder = host.open_folder(self.folder, self.model)
+        file = self.folder / "run.toml"  # of an earlier call
+        before = read_settings([str(file)]) if file.exists() else {}
+        model = self.model or str(before.get("model.name", TINY))
+        folder = host.open_folder(self.folder, model)
         server = folder / authority.SERVER
         if not server.exists():
             authority.open_authority(folder).issue(folder, names, _DAYS)
@@ -64,7 +68,7 @@ class Coordinator:
         for name, mode in (("database", 0o700), ("proxy", 0o755), (_SENT, 0o755)):
             (folder / name).mkdir(mode=mode, exist_ok=True)
         address = f"[{names[0]}]" if ":" in names[0] else names[0]
-        host.complete(folder, _COORDINATOR_FILES, self.model, {"coordinator.example.org": address})
+        host.complete(folder, _COORDINATOR_FILES, model, {"coordinator.example.org": address})
         public = [folder / authority.AUTHORITY, folder / PUBLIC]
         for file in public:
             shutil.copy(file, folder / _SENT)

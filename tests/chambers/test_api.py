@@ -115,7 +115,10 @@ def test_a_lane_answers_as_the_whole_model_does(run_folder, tmp_path, capsys, wh
 def test_drafts_change_neither_answers_nor_log_probabilities(run_folder, tmp_path, base, whole):
     own, _ = adapters(run_folder)
     word = text_of(ask(whole[0], QUESTIONS[1])).split()[2]
-    options = ({"logprobs": True, "top_logprobs": 2}, {"stop": word}, {"max_tokens": 40})
+    logprobs = {"logprobs": True, "top_logprobs": 2}
+    # With top_p near 0, the likeliest token is drawn, but log-probabilities are the model's own.
+    narrow = logprobs | {"temperature": 0.5, "top_p": 1e-6}
+    options = (logprobs, narrow, {"stop": word}, {"max_tokens": 40})
     with serving_here(tmp_path, run_folder) as (_, files):
         for draft in (
             Draft({"prompt_lookup_num_tokens": 3}, 3),

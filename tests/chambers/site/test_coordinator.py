@@ -139,6 +139,11 @@ def test_a_second_run_completes_and_changes_no_file(capsys, tmp_path):
         assert b"/srv/chambers" not in content and b"/opt/chambers" not in content, file
 
 
+def test_a_renewal_keeps_the_model(capsys, tmp_path):
+    write(capsys, tmp_path, *NAMES, "--model", "smollm2")
+    assert "not changed" not in renew(capsys, tmp_path, *NAMES)
+
+
 def test_refusals_name_the_cure(capsys, tmp_path):
     command = ("site", "coordinator", "--folder", tmp_path)
     for name in ("https://a.example.org", "a.example.org:443", "a b", ""):
