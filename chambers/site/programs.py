@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +83,7 @@ def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
         text = text.replace("127.0.0.1:9094", f"127.0.0.1:{port}")
         if os.geteuid() == 0:  # otherwise, nginx would read files as another user
             text = text.replace("daemon off;", "daemon off; user root;")
-        variables: dict[str, str] = {}
+        variables = {"WORKER": ""}  # in case that institution.env lacks it
         command = []
         for key, _, value in (line.partition("=") for line in text.splitlines()):
             if key == "EnvironmentFile":
@@ -93,8 +92,7 @@ def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
                 name, _, assigned = shlex.split(value)[0].partition("=")
                 variables[name] = assigned
             elif key == "ExecStart":
-                known = defaultdict(str, variables)  # others are empty, as in systemd
-                words = [Template(word).safe_substitute(known) for word in shlex.split(value)]
+                words = [Template(word).safe_substitute(variables) for word in shlex.split(value)]
                 command = [word for word in words if "--health-server-address" not in word]
         if not shutil.which(command[0]):
             raise CommandError(f"{command[0]}, which {unit} starts, is not installed")

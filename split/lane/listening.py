@@ -221,7 +221,7 @@ class LaneServer:
         """
         threads = [thread.name for thread in self._threads]
         own = 0 if new is None else threads.count(f"serve {new.node}")
-        full = len(threads) >= self._maximum_lanes or own >= self._peers.of_one_identity
+        full = len(threads) >= self._maximum_lanes or own >= self._peers.lanes_of_one_identity
         if self._stopping or (new and full):
             raise refused(Refusal.BUSY)
 

@@ -47,6 +47,7 @@ class PeerLimits:
     silent_seconds: float = 3.0  # limit for the first message, which clients send at once
     half_open: int = 32  # maximum number of silent streams, and of unfinished handshakes
     of_one_identity: int = 4  # maximum number of unfinished handshakes per identity
+    lanes_of_one_identity: int = 16  # maximum number of lanes, including ended ones that still work
     spare_connections: int = 256  # maximum number of connections, in addition to one per call
     max_streams: int = MAX_STREAMS  # maximum number of streams of a lane
 

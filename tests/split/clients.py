@@ -103,7 +103,7 @@ class Client:
         self.optimizer: State = {}
 
     @contextmanager
-    def lane(self, invitation):
+    def lane(self, invitation, busy_until=None):
         split = self.split
         limits = Limits(
             hidden=self.ends["head"].hidden_size,
@@ -120,6 +120,7 @@ class Client:
             split.resume_timeout,
             patience=0.0,
             retry_seconds=0.05,
+            busy_until=busy_until,
         )
         model = SplitModel(self.ends["head"], self.ends["tail"], lane, 60.0, noise=self.noise)
         try:

@@ -9,6 +9,7 @@ import torch
 
 from finetuning.data.batching import collate
 from finetuning.settings import ModelSettings
+from split.lane.transport import PeerLimits
 from split.model.loading import load_parts
 from split.model.partition import partition_of
 from split.protocol.errors import LaneBusyError, LaneError, PeerError, TicketError
@@ -16,7 +17,6 @@ from split.server.model_server import ModelServer
 from tests.split.clients import LONGEST, assert_nothing_is_left, draw
 from tests.split.model.test_generation import GREEDY, Scene, generated
 from tests.split.server.test_session import busy
-from tests.waiting import wait_until
 
 
 class Served(Scene):
@@ -75,17 +75,16 @@ def test_a_client_s_newer_lane_displaces_the_older_and_nobody_else_s(scene):
 
 def test_displaced_lanes_count_until_the_current_job_has_ended(scene):
     with scene.model_server() as server, ExitStack() as lanes:
-        invitation = scene.invite(server, scene.client("alpha"))
+        server._lanes._peers = PeerLimits(lanes_of_one_identity=2)
+        alpha, beta = scene.client("alpha"), scene.client("beta")
+        invitation = scene.invite(server, alpha)
         with busy(server):
-            for _ in range(4):
-                lanes.enter_context(scene.client("alpha").lane(invitation))
+            for _ in range(2):
+                lanes.enter_context(alpha.lane(invitation))
             with pytest.raises(LaneBusyError):
-                lanes.enter_context(scene.client("alpha").lane(invitation))
-            lanes.enter_context(
-                scene.client("beta").lane(scene.invite(server, scene.client("beta")))
-            )
-        wait_until(lambda: len(server._lanes._threads) == 2)
-        lanes.enter_context(scene.client("alpha").lane(invitation))
+                lanes.enter_context(alpha.lane(invitation, busy_until=time.monotonic()))
+            lanes.enter_context(beta.lane(scene.invite(server, beta)))
+        lanes.enter_context(alpha.lane(invitation))
 
 
 @pytest.mark.nightly
