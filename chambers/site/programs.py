@@ -83,7 +83,7 @@ def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
         text = text.replace("127.0.0.1:9094", f"127.0.0.1:{port}")
         if os.geteuid() == 0:  # otherwise, nginx would read files as another user
             text = text.replace("daemon off;", "daemon off; user root;")
-        variables = {"WORKER": ""}  # in case that institution.env lacks it
+        variables = {"WORKER": ""}  # unless institution.env sets it
         command = []
         for key, _, value in (line.partition("=") for line in text.splitlines()):
             if key == "EnvironmentFile":
