@@ -29,7 +29,7 @@ from split.protocol.standing_invitation import StandingInvitation
 
 _CLIENT_PARTS: tuple[PartyName, ...] = ("head", "tail")
 _NO_LIMIT = 2**31
-_FROM_PROMPT = 5  # number of tokens per draft
+_FROM_PROMPT = 8  # number of tokens per draft
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ def find_draft(name: str | None, tokenizer: Any) -> Draft:
     if name is None:
         return NO_DRAFT
     if name == "prompt":
-        return Draft({"prompt_lookup_num_tokens": _FROM_PROMPT}, room=_FROM_PROMPT)
+        settings = {"prompt_lookup_num_tokens": _FROM_PROMPT, "max_matching_ngram_size": 4}
+        return Draft(settings, room=_FROM_PROMPT)
     small = load_base_model(ModelSettings(name=name))
     if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
         raise CommandError(f"--draft {name}: its tokenizer is not that of the model")

@@ -17,6 +17,7 @@ from finetuning.data.candidates import CandidateBatch
 from finetuning.devices import mixed_precision
 from finetuning.errors import DeadlineError
 from finetuning.model.backbone_inputs import left_padding, without_cache
+from finetuning.model.drafts import drafts_after_repetition
 from finetuning.model.output_head import (
     add_target_gradient,
     end_tokens,
@@ -99,7 +100,8 @@ class WholeModel:
         # Omit a mask that hides no tokens, since transformers waits for the device to check it.
         self._without_mask = bool(mask.all())
         try:
-            with self._mode(training=False), self._autocast():
+            drafts = drafts_after_repetition(self._causal_lm)
+            with self._mode(training=False), self._autocast(), drafts:
                 result: torch.Tensor = self.peft_model.generate(
                     input_ids=tokens.to(self._device),
                     attention_mask=mask.to(self._device),

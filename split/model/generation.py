@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from finetuning.data.candidates import CandidateBatch
+from finetuning.model.drafts import drafts_after_repetition
 from finetuning.model.output_head import output_head
 from split.model.key_values import KeyValues
 from split.model.part import Part
@@ -68,12 +69,14 @@ def generate(
         positions.length = parts[0].length
         return parts[1].extend(hidden, drop), positions
 
-    return output_head(tail.model, compute).generate(
-        input_ids=tokens.to(tail.device),
-        attention_mask=mask.to(tail.device),
-        max_new_tokens=new_tokens,
-        **settings,
-    )
+    model = output_head(tail.model, compute)
+    with drafts_after_repetition(model):
+        return model.generate(
+            input_ids=tokens.to(tail.device),
+            attention_mask=mask.to(tail.device),
+            max_new_tokens=new_tokens,
+            **settings,
+        )
 
 
 class _Positions(DynamicCache):  # type: ignore[misc]  # transformers has no types

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
 from finetuning.data.batching import collate
 from finetuning.devices import default_device
+from finetuning.model import drafts
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model import key_values
@@ -398,7 +399,9 @@ DRAFTED = ("Llama", "Mistral", "Gemma3Text", "GPT2", "Bloom")
         for blocks in (1, 0)
     ],
 )
-def test_drafted_tokens_do_not_change_the_text(architecture, blocks, random_checkpoint):
+def test_drafted_tokens_do_not_change_the_text(
+    architecture, blocks, random_checkpoint, monkeypatch
+):
     scene = Scene(random_checkpoint(architecture), architecture, head_blocks=blocks)
     tokens = draw_tokens()[:1].repeat(1, 2)
     expected, plain = frames_of(scene, tokens, **GREEDY)
@@ -407,10 +410,22 @@ def test_drafted_tokens_do_not_change_the_text(architecture, blocks, random_chec
     assert len(frames) < len(plain) == 3 * NEW
     # A text of one repeated token would hide drafts that aren't dropped.
     varied = GREEDY | {"repetition_penalty": 1.5}
+    monkeypatch.setattr(drafts, "_REPEATED", 1)
     expected, _ = frames_of(scene, tokens, **varied)
     looked_up, frames = frames_of(scene, tokens, **varied, prompt_lookup_num_tokens=4)
     assert torch.equal(looked_up, expected)
     assert sum("drop" in fields for fields in frames) > 2
+
+
+def test_tokens_are_drafted_only_after_three_repeated_ones(random_checkpoint):
+    scene = Scene(random_checkpoint("Llama"))
+    tokens = draw_tokens()[:1]
+    tokens = torch.cat([tokens, tokens[:, :2]], dim=1)
+    varied = GREEDY | {"no_repeat_ngram_size": 3}
+    _, plain = frames_of(scene, tokens, **varied)
+    _, frames = frames_of(scene, tokens, **varied, prompt_lookup_num_tokens=4)
+    assert len(frames) == len(plain)
+    assert not any("drop" in fields for fields in frames)
 
 
 def test_drafts_follow_a_prefix(random_checkpoint):
@@ -424,8 +439,9 @@ def test_drafts_follow_a_prefix(random_checkpoint):
 
 
 @pytest.mark.slow
-def test_sampled_texts_with_drafts_have_the_model_s_distribution(random_checkpoint):
+def test_sampled_texts_with_drafts_have_the_model_s_distribution(random_checkpoint, monkeypatch):
     """Compare the next two tokens with their probabilities by a chi-squared test."""
+    monkeypatch.setattr(drafts, "_REPEATED", 1)
     scene = Scene(random_checkpoint("Llama"))
     client, whole = scene.client(), scene.whole().peft_model
     tokens = draw_tokens()[:1]
