@@ -85,6 +85,7 @@ def test_results_equal_those_of_one_machine(cluster, values, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.nightly
 def test_a_host_that_does_not_share_the_state_is_named(cluster, values, tmp_path):
     address, _, hidden = cluster
     shown = train(address, values, tmp_path, **{"state-path": str(hidden)}).communicate()[0]

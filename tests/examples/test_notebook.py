@@ -54,6 +54,7 @@ def evaluations(run: Path) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_trains_serves_and_draws(left_over, tmp_path, monkeypatch):
     home, folder = tmp_path / "home", tmp_path / "folder"
     home.mkdir()
