@@ -13,7 +13,8 @@ clause of this project's licence, which is in the prompt, and answers a question
 ``--draft prompt``.
 
 *Lanes.* SmolLM2-135M-Instruct with random adapters answers a question over each of eight lanes, one
-after another or at once. The clients are threads.
+after another or at once. The clients are threads. CPU seconds are those of the server, because real
+clients compute at the same time.
 """
 
 import os
@@ -64,7 +65,7 @@ from split.settings import SplitSettings
 
 _ROWS, _PROMPT, _NEW = 8, 64, 64  # of the batch that the whole model continues, too
 _DELAYS, _NEW_WITH_DRAFTS = (0.0, 0.02, 0.04), 96
-_LANES, _NEW_OVER_LANES = 8, 48
+_LANES, _NEW_OVER_LANES = 8, 96
 _LICENCE = Path(__file__).parent.parent.joinpath("LICENSE").read_text().split("\n\n")
 _CLAUSE = next(" ".join(part.split()) for part in _LICENCE if "each Contributor hereby" in part)
 _PROMPTS = {
@@ -189,7 +190,7 @@ def compare_lanes(core: Collection[int], pairs: int) -> None:
     rows = [tokens[None] for tokens in tokenize_prompts(prompt_rows(questions), tokenizer)]
     answer = partial(continued, new=_NEW_OVER_LANES)
     with ExitStack() as stack:
-        models, pids = open_lanes(stack, core, job, [0.0] * _LANES)
+        models, (_, server) = open_lanes(stack, core, job, [0.0] * _LANES)
         for model in models:
             model.choose("global", model.parameters)
         pool = stack.enter_context(ThreadPoolExecutor(_LANES))
@@ -197,7 +198,7 @@ def compare_lanes(core: Collection[int], pairs: int) -> None:
             "in turn": lambda: [*map(answer, models, rows)],
             "at once": lambda: [*pool.map(answer, models, rows)],
         }
-        sides = take_turns(ways, pids, pairs)
+        sides = take_turns(ways, [server], pairs)
     table = make_table("", "tokens/s", *RATIOS)
     for side in sides:
         rate = _LANES * _NEW_OVER_LANES / side.summary()[0]
