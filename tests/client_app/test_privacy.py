@@ -307,6 +307,19 @@ def test_rows_that_a_chat_template_divides_are_refused(settings, policy, checkpo
     assert "beta" in str(error.value) and "alpha" not in str(error.value)
 
 
+def test_a_run_whose_evaluating_clients_all_withhold_importance_is_refused(
+    settings, client_folders, policy
+):
+    """With ``sample``, one client evaluates, and only that one would compute J."""
+    sampled, journal = settings | {"sample": 0.34, "min-nodes": 1, "seed": 1}, MemoryJournal()
+    untrained = sampled | {"rounds": 0}
+    start(untrained, Sites(untrained, client_folders, {}), journal)
+    (name,) = (e["client"] for e in journal.events if e["event"] == "evaluate")
+    cl = sampled | {"strategy": "fedjudge-cl"}
+    with pytest.raises(RefusedError, match="policies of all clients that evaluate withhold it"):
+        start(cl, Sites(cl, client_folders, {name: policy(20.0)}), MemoryJournal())
+
+
 def test_importance_neither_leaves_nor_steers_the_training(settings, client_folders, policy):
     """FedJudge-CL uses the other clients' importance, and messages can't demand this client's."""
     settings |= {"train.local-steps": 1}

@@ -217,9 +217,11 @@ def gradient(
     return _sealed(sealer, Kind.GRADIENT, _payload(tensors, {}), step)
 
 
-def end_of_step(sealer: Sealer, step: int = 0, acknowledged: int = 0) -> bytes:
+def end_of_step(
+    sealer: Sealer, step: int = 0, acknowledged: int = 0, squared_norm: float = 0.0
+) -> bytes:
     """Return the last frame of a step."""
-    content = _payload({}, {"squared_norm": 0.0})
+    content = _payload({}, {"squared_norm": squared_norm})
     return _sealed(sealer, Kind.STEP, content, step, acknowledged)
 
 

@@ -1,6 +1,7 @@
 """A reply that arrives after its round, but before the next one, is averaged as if in time."""
 
 import shutil
+from concurrent.futures import Future, wait
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from chambers.in_process import InProcessGrid
 from federation.authentication import Signer
 from federation.messages import ARRAYS
 from federation.run_config import ConfigError, parse_run_config
+from strategies import exchange
 from tests.in_process import MemoryJournal
 from tests.server_app.test_resume import PowerFailureError, events, final, run
 from tests.strategies.grids import NODES, same, start
@@ -110,6 +112,31 @@ def test_a_late_reply_must_be_authentic(settings, caplog, forged):
         not forged
     )
     assert ("beta is left out: its reply is refused" in caplog.text) is forged
+
+
+def test_a_late_reply_that_takes_long_to_pull_is_averaged(settings, monkeypatch):
+    """As from a SuperLink that receives the rest of it only while the server waits."""
+    begin_pull, slow = exchange._begin_pull, {}
+    settings |= {"strategy": "fedjudge-base", "rounds": 2, "train.local-steps": 1}
+    grid, journal = Late(settings), MemoryJournal()
+
+    def begun(_, identifier, request):
+        pull = begin_pull(grid, identifier, request)
+        if grid.pushed[-1] != "evaluate" or request.metadata.message_type != "train":
+            return pull
+        unfinished = Future()
+        slow[unfinished] = pull.result()
+        return unfinished
+
+    def waiting(pulls, patience):
+        for pull in slow.keys() & {*pulls} if patience > 5.0 else ():
+            pull.set_result(slow.pop(pull))
+        return wait(pulls, patience)
+
+    monkeypatch.setattr(exchange, "_begin_pull", begun)
+    monkeypatch.setattr(exchange, "wait", waiting)
+    start(settings, grid, journal)
+    assert [e["clients"] for e in journal.events if e["event"] == "late"] == [["beta"]]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -34,6 +34,8 @@ from tests.split.clients import (
     tokens_taken,
 )
 from tests.split.conftest import ARCHITECTURES, draw_tokens, real_tokens, whole_model
+from tests.split.server.test_session import busy
+from tests.waiting import wait_until
 
 NEW = 12
 TARGETS = {
@@ -322,6 +324,30 @@ def test_lanes_that_generate_at_once_share_passes(adapter, fails, random_checkpo
         with nullcontext() if chosen == "global" else whole.without_adapter():
             text = whole.generate(*prompt(columns), 4 * NEW, pad_token_id=0, **GREEDY)
         assert torch.equal(found[name], text), name
+
+
+@pytest.mark.parametrize(("rows", "count"), [(16, 1), (17, 2)])
+def test_lanes_with_many_rows_share_no_pass(rows, count, random_checkpoint):
+    """A common pass copies a lane's adapter for each of the lane's rows."""
+    scene, passes = Scene(random_checkpoint("Llama")), []
+    with scene.serving() as server, ExitStack() as lanes:
+        models = [
+            lanes.enter_context(scene.lane(server, scene.client(name)))
+            for name in ("alpha", "beta")
+        ]
+        for model in models:
+            scene.choose(model)
+            send_texts(model, rows, columns=1, new_tokens=1)
+            model.lane.receive(30)
+        hook = server._body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+        with busy(server):
+            for model in models:
+                send_texts(model, rows, columns=1, new_tokens=None, index=1)
+            wait_until(lambda: len(server._compute._waiting) == 2)
+        for model in models:
+            model.lane.receive(30)
+        hook.remove()
+    assert len(passes) == count
 
 
 # With rotary, learned, relative and no positions; windows and experts are computed separately.

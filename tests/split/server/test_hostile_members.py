@@ -7,8 +7,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from split.protocol.frames import Kind
+from split.server.compute import Priority
 from tests.split import hostile
 from tests.split.clients import TRAIN, Client, serving, split_settings
+from tests.split.server.test_session import busy, cleans_up
+from tests.waiting import wait_until
 
 WIDTH = 32
 COUNTS = {"targets": 1, "step_targets": 1, "micro_batches": 1}
@@ -61,6 +64,41 @@ def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, begin
         awaited(alpha, Kind.HIDDEN)
         accounts = {account.client: account.error for account in server.finish_lanes()}
     assert "before the last step was answered" in accounts["mallory"]
+
+
+def test_a_norm_that_a_member_reports_before_it_leaves_raises_no_cap(base, beginning):
+    """It is in the step's norm, but not in the others' median of later steps."""
+    with joined(base, beginning, ("ada", "alpha", "mallory"), steps=2) as (server, members):
+
+        def compute(names, step):
+            for name in names:
+                members[name].send(hostile.hidden(members[name].sealer, WIDTH, step=step, **COUNTS))
+            for name in names:
+                send_gradient(members[name], step=step)
+            for name in names:
+                awaited(members[name], Kind.GRADIENT)
+
+        def end(norms, step):
+            for name, norm in norms.items():
+                member = members[name]
+                member.send(hostile.end_of_step(member.sealer, step, squared_norm=norm**2))
+
+        compute(members, 0)
+        with busy(server):
+            end({"ada": 1.0, "alpha": 1.0, "mallory": 2.0**20}, 0)
+            wait_until(lambda: [j.priority for j in server._compute._waiting] == [Priority.STEP])
+            # Its next step begins too early, which ends its lane.
+            mallory = members.pop("mallory")
+            mallory.send(hostile.hidden(mallory.sealer, WIDTH, step=1, **COUNTS))
+            wait_until(lambda: cleans_up(server))
+        for member in members.values():
+            awaited(member, Kind.STEP)
+        compute(members, 1)
+        end({"ada": 1.0, "alpha": 5.0}, 1)
+        for member in members.values():
+            awaited(member, Kind.STEP)
+        capped = {account.client: account.capped for account in server.finish_lanes()}
+    assert (capped["ada"], capped["alpha"]) == (0, 1)
 
 
 def step_of(base, beginning, sent, **changes):

@@ -26,6 +26,7 @@ from tests.split.clients import (
     SIZES,
     TRAIN,
     Client,
+    StoppedError,
     draw,
     serving,
     split_settings,
@@ -139,6 +140,29 @@ def test_a_killed_stage_is_named_to_the_clients(base, beginning, key, two, sched
             with pytest.raises(LaneError, match=f"the stage at {address} is lost"):
                 Client("alpha", base, split, model=model).train(server, beginning, disturb=kill)
     load_body(base, model, split_settings(**two)).close()  # the other stage is free again
+
+
+def test_a_stage_frees_the_activations_of_a_client_that_has_left(base, beginning, two):
+    model, split = ModelSettings(name=str(base), dtype="float32"), split_settings(**two)
+    gradients = []
+
+    def leave(split_model):
+        """Leave between the forward and the backward pass."""
+
+        def stop(index, gradient):
+            gradients.append(gradient)
+            raise StoppedError
+
+        split_model._body.send_gradient = stop
+
+    with serving(base, beginning, split, model=model) as server:
+        server.begin_round({"alpha": 9}, 0)
+        with pytest.raises(StoppedError):
+            Client("alpha", base, split, model=model).train(server, beginning, disturb=leave)
+        server.finish_lanes()
+        for each in server._body._stages:
+            with pytest.raises(RuntimeError, match="KeyError: 1"):
+                each.call("backward", {"gradient": gradients[0]}, number=1)
 
 
 def test_other_programs_and_other_keys_are_refused(base, key, two, tmp_path):
