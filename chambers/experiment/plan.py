@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, ValidationError, model_validator
 
 from chambers.errors import CommandError, read_bytes
+from chambers.train import read_settings
 from federation.run_config import Scalar
 from finetuning.settings import Section
 
@@ -83,7 +84,9 @@ class Experiment(Section):
     @property
     def shares_questions(self) -> bool:
         """Whether all seeds have the same questions: those of files, instead of generated ones."""
-        return any("data.path" in own for own in (self.settings, *self.variants.values()))
+        common = read_settings(self.presets) | self.settings
+        pairs = product(self.sizes.values(), self.variants.values())
+        return any((common | size.settings | own).get("data.path") for size, own in pairs)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,20 @@ def test_each_seed_has_a_run_for_each_arm_and_for_each_client_alone(file):
     assert "data.pool" not in runs[3].settings
 
 
+def test_seeds_share_the_questions_of_files_wherever_data_path_is_set(file, tmp_path):
+    preset, path = tmp_path / "preset.toml", '"data.path" = "."\n'
+    preset.write_text(path)
+    assert not read_experiment(file).shares_questions
+    for before, after in (
+        ("[settings]", f'presets = ["{preset}"]\n[settings]'),
+        ("[settings]", f"[settings]\n{path}"),
+        ("[arms.bare]", f"[sizes.small.settings]\n{path}[arms.bare]"),
+        ("[arms.bare]", f"[variants.a]\n{path}[arms.bare]"),
+    ):
+        file.write_text(EXPERIMENT.replace(before, after))
+        assert read_experiment(file).shares_questions, after
+
+
 @pytest.mark.parametrize("name", [file.stem for file in (ROOT / "experiments").glob("*.toml")])
 def test_shipped_experiments_can_be_run(name, tmp_path, capsys):
     """They are refused only because the output folder exists."""
