@@ -95,8 +95,9 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
 
 
 def _time_limit(context: Context) -> float:
-    """Return the seconds that the server waits for a reply."""
+    """Return the seconds that the server waits for a reply, including a late one."""
     try:
-        return parse_run_config(context.run_config).reply_timeout
+        config = parse_run_config(context.run_config)
+        return config.reply_timeout * (1 + config.late_replies)
     except ConfigError:  # the worker will reply with this error at once
         return TRANSFER_SECONDS

@@ -34,9 +34,10 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
     for key, path in (("data.path", config.data.path), ("state-path", config.state_path)):
         known = not path or _is_within(path, policy.paths)
         require(known, f'{key} = "{path}"', "not in its paths")
+    timeout = "2 * round-timeout + 60" if config.late_replies else "round-timeout"
     for name, value, key, limit in (
         ("rounds", config.rounds, "max-rounds", policy.max_rounds),
-        ("round-timeout", config.round_timeout, "max-seconds", policy.max_seconds),
+        (timeout, config.train_timeout, "max-seconds", policy.max_seconds),
         ("train.local-steps", config.train.local_steps, "max-steps", policy.max_steps),
     ):
         _at_most(name=name, value=value, key=key, limit=limit)

@@ -97,8 +97,8 @@ class RunConfig(Section):
     late_replies: bool = Field(
         False,
         description="Also average adapters that arrive after `round-timeout`, but before the end "
-        "of the evaluation after the round; the average and the evaluation are then repeated. Not "
-        "for `fl-glm`.",
+        "of the evaluation after the round; the average and the evaluation are then repeated. "
+        "Clients may train for twice `round-timeout` and a minute. Not for `fl-glm`.",
     )
     output_dir: str = Field(
         "",
@@ -254,6 +254,11 @@ class RunConfig(Section):
     def sampled(self, clients: int) -> int:
         """Return how many of the connected clients train in a round."""
         return min(clients, max(self.min_nodes, round(self.sample * clients)))
+
+    @property
+    def train_timeout(self) -> float:
+        """Seconds that a client has for one train message."""
+        return self.round_timeout + self.late_replies * self.reply_timeout
 
     @property
     def reply_timeout(self) -> float:

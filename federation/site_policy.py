@@ -152,7 +152,8 @@ class SitePolicy(_Table):
     )
     max_seconds: PositiveFloat | None = Field(
         None,
-        description="Maximum time for a message, in seconds (`round-timeout`). Absent: no limit.",
+        description="Maximum time for a message, in seconds: `round-timeout` or, with "
+        "`late-replies`, twice that and a minute. Absent: no limit.",
     )
     min_examples: PositiveInt = Field(
         1,

@@ -124,7 +124,8 @@ class Rounds(Strategy):
         if refused:
             event = {"event": "refused", "round": server_round}
             self._journal.record({**event, "left_out": reasons(refused)})
-        instruction = replace(self._instruction, round=server_round)
+        limit = self.config.train_timeout
+        instruction = replace(self._instruction, round=server_round, time_limit=limit)
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         messages = self._participants.address(MessageType.TRAIN, content, grid, draw=server_round)
         self._begin("training", server_round, grid)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -19,6 +20,7 @@ from chambers.superlink import private_superlink, run_app
 from federation.run_folder import METRICS, read_events
 from tests.client_app.worker_process import RunningWorker, running_worker
 from tests.strategies.grids import same
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("alpha", "beta", "gamma")
@@ -222,6 +224,51 @@ def slowed(worker: RunningWorker) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+@pytest.mark.nightly
+def test_a_reply_after_the_time_limit_is_averaged(checkpoint, client_folders, tmp_path, capfd):
+    """Beta's worker is paused in round 1 until the round has ended without it."""
+    runs, state, kinds = tmp_path / "runs", tmp_path / "state", {"round", "late"}
+    config = {
+        "strategy": "fedjudge-base",
+        "rounds": 2,
+        "min-nodes": 1,
+        "round-timeout": 60.0,
+        "late-replies": True,
+        "model.name": str(checkpoint),
+        "train.local-steps": 20,
+        "train.checkpoint-minutes": 1e-9,
+        "output-dir": str(runs),
+        "state-path": str(state),
+    }
+
+    def rounds() -> list[dict]:
+        return [e for f in runs.glob(f"*/{METRICS}") for e in read_events(f) if e["event"] in kinds]
+
+    with private_superlink(tmp_path / "flower", simulated=False) as link, ExitStack() as stack:
+        for name in NAMES[:2]:
+            (own := tmp_path / name).mkdir()
+            worker = stack.enter_context(running_worker(own))
+            node = f'worker="{worker.socket}"'
+            start_supernode(link, name, client_folders / name, own / "node.log", node)
+
+        def pause() -> None:
+            wait_until(lambda: [*state.glob("*/beta/unfinished/progress.json")], 300)
+            worker.process.send_signal(signal.SIGSTOP)
+            try:
+                wait_until(rounds, 300)
+            finally:
+                worker.process.send_signal(signal.SIGCONT)
+
+        with ThreadPoolExecutor() as pool:
+            paused = pool.submit(pause)
+            assert run_app(ROOT, link, UNSIGNED | config) == "finished:completed"
+            paused.result()
+    capfd.readouterr()
+    found = [(e["event"], e["round"], e["participants"]) for e in rounds()]
+    both = list(NAMES[:2])
+    assert found == [("round", 1, ["alpha"]), ("late", 1, both), ("round", 2, both)]
 
 
 @pytest.mark.nightly

@@ -92,6 +92,7 @@ REFUSED_RUNS = [
     (f'base-models = ["{DIGEST}"]', {}, "(not in its base-models)"),
     ("max-rounds = 2", {}, "rounds = 3 (max-rounds = 2)"),
     ("max-seconds = 60", {}, "round-timeout = 3600.0 (max-seconds = 60.0)"),
+    ("max-seconds = 3600", {"late-replies": True}, "2 * round-timeout + 60 = 7260.0 (max-seconds"),
     ("max-steps = 9", {"train.local-steps": 10**12}, "(max-steps = 9)"),
     ("max-steps = 1", {"train.accumulation": 1}, "steps = 12 (max-steps = 1)"),
     ("min-examples = 25", {}, "too few of its rows (min-examples = 25)"),
