@@ -1,6 +1,5 @@
 """``chambers evaluate``: score whole or split models on tasks."""
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from chambers.sources import (
 from finetuning.data.formats import DataError
 from finetuning.data.rows import find_part
 from finetuning.evaluation.bertscore import EncoderError, find_encoder
-from finetuning.files import replacing
+from finetuning.files import write_json
 from finetuning.settings import ModelSettings
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import read_questions
@@ -220,8 +219,7 @@ class Evaluate(BaseModelOptions):
             },
             "tasks": scores,
         }
-        with replacing(file.resolve()) as aside:
-            aside.write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
+        write_json(file.resolve(), content)
 
 
 def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:

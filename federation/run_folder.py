@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from federation.run_config import ConfigError, RunConfig
-from finetuning.files import replacing
+from finetuning.files import write_file
 from split.protocol.errors import printable
 
 METRICS = "metrics.jsonl"
@@ -165,8 +165,7 @@ def end_status(directory: Path, problem: str = "") -> None:
 def write_status(directory: Path, status: RunStatus) -> None:
     """Replace ``status.json`` atomically, so that readers never see a partial file."""
     current = status.model_copy(update={"updated": time.time()})
-    with replacing(directory / STATUS) as aside:
-        aside.write_text(current.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_file(directory / STATUS, current.model_dump_json(indent=1) + "\n")
 
 
 def read_events(path: Path) -> list[Event]:

@@ -116,11 +116,15 @@ def filling(folder: Path) -> Iterator[None]:
         raise DiskFullError(f"no space is left on the disk of {folder}: free some space") from error
 
 
-def write_json(target: Path, content: Any) -> None:
-    """Write or replace an indented JSON file; raise a DiskFullError if it doesn't fit."""
+def write_file(target: Path, content: str | bytes) -> None:
+    """Write or replace a file; see `replacing`. Text is encoded in UTF-8."""
     with replacing(target) as aside:
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        aside.write_text(text, encoding="utf-8")
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(target: Path, content: Any) -> None:
+    """Write or replace an indented JSON file; see `replacing`."""
+    write_file(target, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_secret(target: Path, content: bytes) -> None:

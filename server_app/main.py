@@ -25,7 +25,7 @@ from federation.run_folder import (
 )
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.adapters.saved import read_fitting
-from finetuning.files import replacing
+from finetuning.files import write_file
 from finetuning.model.base_model import reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
@@ -129,8 +129,7 @@ def _show_summary(directory: Path) -> None:
     text = summary(directory)
     log(INFO, "%s", text)
     try:
-        with replacing(directory / SUMMARY) as aside:
-            aside.write_text(text.strip("\n") + "\n", encoding="utf-8")
+        write_file(directory / SUMMARY, text.strip("\n") + "\n")
     except OSError as error:
         log(WARNING, "The run's summary can't be written: %s", error)
 

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from federation.messages import MODELS
 from federation.run_folder import METRICS, Event, read_events
-from finetuning.files import replacing
+from finetuning.files import write_file
 from server_app.page import PAGE
 
 Curve = dict[int, float]  # values by round
@@ -37,8 +37,7 @@ def write_report(directory: Path) -> Path:
     with rc_context(_RC):
         html = _render(events, config)
     report = directory / "report.html"
-    with replacing(report) as aside:
-        aside.write_text(html, encoding="utf-8")
+    write_file(report, html)
     return report
 
 

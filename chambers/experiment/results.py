@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chambers.experiment.plan import Experiment, Measure, Table
-from finetuning.files import replacing
+from finetuning.files import write_file
 
 GLOBAL, BASE, CONSTANT = "global", "base", "constant"
 _RESAMPLES = 10_000
@@ -41,8 +41,7 @@ class Record:
 def write_records(file: Path, about: Mapping[str, object], records: Iterable[Record]) -> None:
     """Write a line that says what the records are about, and a line for each record."""
     lines = [json.dumps(about), *(json.dumps(asdict(record)) for record in records)]
-    with replacing(file) as aside:
-        aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_file(file, "\n".join(lines) + "\n")
 
 
 def read_records(file: Path) -> tuple[dict[str, Any], list[Record]]:

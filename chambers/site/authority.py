@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from chambers.errors import CommandError, read_bytes
-from finetuning.files import replacing, write_secret
+from finetuning.files import write_file, write_secret
 
 # File names of certificates; the private key of NAME.pem is in NAME.key.
 AUTHORITY, SERVER = "authority.pem", "server.pem"
@@ -160,8 +160,7 @@ def _create(
     certificate = builder.sign(issuer.key if issuer else key, hashes.SHA256())
     key_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_secret(file.with_suffix(".key"), key_bytes)
-    with replacing(file) as aside:
-        aside.write_bytes(certificate.public_bytes(Encoding.PEM))
+    write_file(file, certificate.public_bytes(Encoding.PEM))
     return Authority(certificate, key)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from chambers.app_folder import TEMPLATES
 from chambers.errors import CommandError
 from chambers.sources import option
-from finetuning.files import replacing, write_secret
+from finetuning.files import write_file, write_secret
 from finetuning.model.names import BUILT_IN, hub_id
 
 # Names of files in the folder.
@@ -77,8 +77,7 @@ def complete(folder: Path, files: Iterable[str], model: str, values: Mapping[str
         for old, new in values.items():
             text = text.replace(old, new)
         if not target.exists():
-            with replacing(target) as aside:
-                aside.write_text(text, encoding="utf-8")
+            write_file(target, text)
         elif target.read_text(encoding="utf-8") != text:
             print(f"{target} is not changed; for a new one, delete it and run this again")
 

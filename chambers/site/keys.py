@@ -19,7 +19,7 @@ from chambers.errors import CommandError, read_bytes
 from federation import authentication
 from federation.run_config import ConfigError
 from federation.site_policy import PolicyError
-from finetuning.files import replacing, write_secret
+from finetuning.files import write_file, write_secret
 
 KEY, PUBLIC = "instructions.key", "instructions.pub"
 
@@ -35,8 +35,7 @@ def open_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
         write_pair(file, ec.generate_private_key(ec.SECP384R1()))
     key = read_node_key(file)
     if not public.exists():
-        with replacing(public) as aside:
-            aside.write_text(_line(key.public_key()))
+        write_file(public, _line(key.public_key()))
     return key
 
 
@@ -131,8 +130,7 @@ def write_pair(
                 f"{target} exists: move it away for a new key, which must be admitted or trusted"
             )
     write_secret(file, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    with replacing(public) as aside:
-        aside.write_text(_line(key.public_key(), file.name))
+    write_file(public, _line(key.public_key(), file.name))
     return public
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from chambers.errors import CommandError
 from chambers.site.host import TRUSTED
 from chambers.site.keys import read_private_key, write_pair
-from finetuning.files import replacing
+from finetuning.files import write_file
 
 ANSWER = "fetch-fab.json"
 
@@ -55,8 +55,7 @@ def open_signing_key(file: Path) -> Ed25519PrivateKey:
         if trusted.exists():
             raise CommandError(f"{file} is missing, but {trusted} exists: use another folder")
         public = write_pair(file, new)
-        with replacing(trusted) as aside:
-            aside.write_text(f"{key_id(new)}: {json.dumps(public.read_text().strip())}\n")
+        write_file(trusted, f"{key_id(new)}: {json.dumps(public.read_text().strip())}\n")
     key = read_private_key(file)
     if not isinstance(key, Ed25519PrivateKey):
         raise CommandError(
@@ -106,11 +105,9 @@ def publish(folder: Path, content: bytes, verification: Verification, url: str) 
             ) from error
         by_key = {signed.public_key_id: signed for signed in older.verifications}
     by_key[verification.public_key_id] = verification
-    with replacing(file) as aside:
-        aside.write_bytes(content)
+    write_file(file, content)
     answer = Answer(fab_url=f"{url.rstrip('/')}/{file.name}", verifications=list(by_key.values()))
-    with replacing(answer_file) as aside:
-        aside.write_text(answer.model_dump_json(indent=1) + "\n")
+    write_file(answer_file, answer.model_dump_json(indent=1) + "\n")
     for release in folder.glob(f"{'[0-9a-f]' * 64}.fab"):
         if release != file:
             release.unlink()

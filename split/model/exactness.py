@@ -12,7 +12,7 @@ import torch
 import finetuning
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.prefixes import BlockPrefixes
-from finetuning.files import cache_directory, replacing
+from finetuning.files import cache_directory, write_file
 from finetuning.model.backbone_inputs import left_padding
 from finetuning.model.base_model import BaseModelError, outline, refuse_unless_causal
 from finetuning.model.fingerprint import config_digest
@@ -75,8 +75,7 @@ def check_exactness(
             f"{len(partition.range_of('body'))} body and {partition.tail} tail blocks: {reason}. "
             "Use a different base model, or a strategy without split learning"
         )
-    with replacing(mark) as aside:
-        aside.write_text(architecture)
+    write_file(mark, architecture)
 
 
 class _TestModels:
