@@ -225,15 +225,12 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
 
     Raise ``ConfigError`` if the file can't be read, or isn't an Ed25519 key without a passphrase.
     """
-    key: object = None
     try:
-        key = load_ssh_private_key(file.read_bytes(), password=None)
+        key = parse_private_key(file.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"instruction-key = {str(file)!r} can't be read: {error.strerror}"
         ) from error
-    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key has a passphrase
-        pass
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
             f"instruction-key = {str(file)!r} is not an Ed25519 key in OpenSSH's format without a "
@@ -247,19 +244,32 @@ def read_public_key(file: str) -> Ed25519PublicKey:
 
     Raise ``PolicyError`` if the file can't be read, or doesn't contain an Ed25519 public key.
     """
-    key: object = None
     try:
-        key = load_ssh_public_key(Path(file).read_bytes())
+        key = parse_public_key(Path(file).read_bytes())
     except OSError as error:
         raise PolicyError(
             f"the site's policy names instruction-key = {file!r}, which can't be read: "
             f"{error.strerror}"
         ) from error
-    except (ValueError, UnsupportedAlgorithm):
-        pass
     if not isinstance(key, Ed25519PublicKey):
         raise PolicyError(
             f"the site's policy names instruction-key = {file!r}, which is not an Ed25519 public "
             "key in OpenSSH's format; name a copy of the coordinator's instructions.pub"
         )
     return key
+
+
+def parse_private_key(content: bytes) -> object:
+    """Parse a key in OpenSSH's format; return None if it is invalid or has a passphrase."""
+    try:
+        return load_ssh_private_key(content, password=None)
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key has a passphrase
+        return None
+
+
+def parse_public_key(content: bytes) -> object:
+    """Parse a key in OpenSSH's format; return None if it is invalid."""
+    try:
+        return load_ssh_public_key(content)
+    except (ValueError, UnsupportedAlgorithm):
+        return None

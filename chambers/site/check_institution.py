@@ -13,9 +13,9 @@ from chambers.site import host
 from chambers.site.authority import AUTHORITY
 from chambers.site.check import Report, check_model, disk, gpu
 from chambers.site.connection import clock, filtered, healthy, is_registered, lasting, lasting_file
-from chambers.site.keys import parse_public_key, read_node_key
+from chambers.site.keys import read_node_key
 from client_app.data import name_and_data_path
-from federation.authentication import read_public_key
+from federation.authentication import parse_public_key, read_public_key
 from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker
 from finetuning.data.formats import DataError

@@ -3,7 +3,6 @@
 import hashlib
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
@@ -11,8 +10,6 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     PublicFormat,
-    load_ssh_private_key,
-    load_ssh_public_key,
 )
 
 from chambers.errors import CommandError, read_bytes
@@ -41,7 +38,7 @@ def open_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
 
 def read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """Read a node key that Flower accepts and that other users can't read."""
-    key = read_private_key(file)
+    key = authentication.parse_private_key(read_bytes(file))
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CommandError(
             f"{file} is not a key that Flower can read (elliptic curve, OpenSSH format, no "
@@ -53,7 +50,7 @@ def read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
 
 def read_public_key(file: Path) -> ec.EllipticCurvePublicKey:
     """Read a node's public key; raise ``CommandError`` if the file isn't one."""
-    key = parse_public_key(read_bytes(file))
+    key = authentication.parse_public_key(read_bytes(file))
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise CommandError(f"{file} is not the node.pub that chambers site join has written")
     return key
@@ -92,22 +89,6 @@ def check_instructions(folder: Path) -> str:
         raise CommandError(f"{public} is not the public half of {file}")
     check_secret(file)
     return f"{file} signs instructions; {public} is its public half"
-
-
-def read_private_key(file: Path) -> object:
-    """Read a private key; return None if it is invalid or has a passphrase."""
-    try:
-        return load_ssh_private_key(read_bytes(file), password=None)
-    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key has a passphrase
-        return None
-
-
-def parse_public_key(line: bytes) -> object:
-    """Parse a public key; return None if it is invalid."""
-    try:
-        return load_ssh_public_key(line)
-    except (ValueError, UnsupportedAlgorithm):
-        return None
 
 
 def check_secret(file: Path) -> None:

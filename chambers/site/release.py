@@ -15,9 +15,10 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ValidationError
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, read_bytes
 from chambers.site.host import TRUSTED
-from chambers.site.keys import read_private_key, write_pair
+from chambers.site.keys import write_pair
+from federation.authentication import parse_private_key
 from finetuning.files import write_file
 
 ANSWER = "fetch-fab.json"
@@ -56,7 +57,7 @@ def open_signing_key(file: Path) -> Ed25519PrivateKey:
             raise CommandError(f"{file} is missing, but {trusted} exists: use another folder")
         public = write_pair(file, new)
         write_file(trusted, f"{key_id(new)}: {json.dumps(public.read_text().strip())}\n")
-    key = read_private_key(file)
+    key = parse_private_key(read_bytes(file))
     if not isinstance(key, Ed25519PrivateKey):
         raise CommandError(
             f"{file} is not a signing key without a passphrase; chambers site sign makes one"
