@@ -1,6 +1,5 @@
 """FL-GLM: clients train the first and last blocks; the server trains the middle blocks."""
 
-import ipaddress
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
+from split.lane.transport import is_loopback
 from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness
 from split.model.loading import locate_parts, tensors_of
@@ -228,12 +228,7 @@ def _refuse_clear_text(grid: Grid, address: str) -> None:
     All APIs of a SuperLink share one port, so the ServerApp's connection is encrypted if and only
     if the SuperNodes' connections are.
     """
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if getattr(grid, "_insecure", False) and not loopback:
+    if getattr(grid, "_insecure", False) and not is_loopback(address):
         raise RefusedError(
             f"tickets for the block server at {address} would be sent over Flower's connections, "
             "which are not encrypted; start the SuperLink with --ssl-certfile, --ssl-keyfile and "

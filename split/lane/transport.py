@@ -55,7 +55,7 @@ class PeerLimits:
 def channel_options(address: str) -> list[tuple[str, int]]:
     """Return the options of a client's channel. Each stream has its own connection."""
     options = [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
-    if _is_loopback(address):
+    if is_loopback(address):
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
@@ -109,7 +109,8 @@ def time_limit(seconds: float, end: Callable[[], object]) -> Iterator[threading.
         limit.cancel()
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether an address, as host:port, names this machine itself."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
