@@ -26,14 +26,13 @@ from split.lane.transport import (
     time_limit,
 )
 from split.protocol.errors import (
-    LaneBusyError,
+    HandshakeError,
     LaneCutError,
     LaneDeadlineError,
     LaneError,
     LaneTimeoutError,
     LaneUnreachableError,
     Refusal,
-    refused,
 )
 from split.protocol.frames import Limits
 from split.protocol.handshake import ClientHandshake
@@ -64,7 +63,7 @@ def open_lane(
     carried ``replace_after_bytes`` bytes in one direction. The lane ends at the deadline. The
     deadline and ``busy_until`` are on ``time.monotonic``'s clock.
 
-    Raise ``HandshakeError`` if the server refused the handshake; subclasses state the reason. Raise
+    Raise ``HandshakeError`` if the server refused the handshake; ``refusal`` is the reason. Raise
     ``LaneTimeoutError`` if the server did not answer. Raise ``LaneUnreachableError`` if the server
     can't be reached, or ended the handshake.
     """
@@ -134,7 +133,8 @@ class _Dialler:
                 return _dial(self.lane, self.invitation, self.deadline)
             except LaneError as error:
                 now = time.monotonic()
-                if isinstance(error, LaneBusyError) and now + self.retry_seconds <= busy_until:
+                is_busy = isinstance(error, HandshakeError) and error.refusal is Refusal.BUSY
+                if is_busy and now + self.retry_seconds <= busy_until:
                     until = max(until, min(busy_until, now + patience + self.retry_seconds))
                 if now + self.retry_seconds > until:
                     raise
@@ -197,15 +197,15 @@ def _handshake_error(error: grpc.RpcError, address: str, in_time: bool) -> LaneE
     """Return the error for a status, which anyone on the network may have sent."""
     code, details = status_of(error)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return refused(Refusal.BUSY)
+        return HandshakeError(Refusal.BUSY)
     reason = details.removeprefix(REFUSED)
     if reason != details and reason in list(Refusal):
-        return refused(Refusal(reason))
+        return HandshakeError(Refusal(reason))
     if not in_time or code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LaneTimeoutError(f"the block server at {address} did not answer")
     if code is grpc.StatusCode.CANCELLED:
         # The server cancelled the stream: the client was too slow or too many streams were open.
-        return refused(Refusal.BUSY)
+        return HandshakeError(Refusal.BUSY)
     return LaneUnreachableError(
         f"the block server at {address} can't be reached, or ended the handshake"
         f"{f' ({code.name})' if code is not None else ''}; check split.advertise or, if that is "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from split.lane.transport import time_limit
-from split.protocol.errors import Refusal, refused
+from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.tickets import Identity
 
 
@@ -88,11 +88,11 @@ class AnsweredHandshakes:
         """Count a handshake towards the limits while the ``with`` block completes it.
 
         ``end``, which ends the handshake's stream, is called when the time limit expires. Raise a
-        LaneBusyError if there are too many handshakes.
+        HandshakeError if there are too many handshakes.
         """
         with self._lock:
             if self._taken.total() >= self._most or self._taken[identity] >= self._each:
-                raise refused(Refusal.BUSY)
+                raise HandshakeError(Refusal.BUSY)
             self._taken[identity] += 1
         try:
             with time_limit(self._seconds, end):

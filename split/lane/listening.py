@@ -20,7 +20,7 @@ from split.lane.transport import (
     PeerLimits,
     server_options,
 )
-from split.protocol.errors import FrameError, HandshakeError, LaneError, Refusal, refused
+from split.protocol.errors import FrameError, HandshakeError, LaneError, Refusal
 from split.protocol.frames import Limits
 from split.protocol.handshake import ServerHandshake
 from split.protocol.keys import ServerKeys
@@ -152,7 +152,7 @@ class LaneServer:
                 stream.open_confirmation(_next(requests))
                 return self._confirm(number, identity, stream), stream
             except FrameError:
-                raise refused(Refusal.AUTHENTICATION) from None
+                raise HandshakeError(Refusal.AUTHENTICATION) from None
             finally:
                 with self._lock:
                     if self._unconfirmed.get(number) is stream:
@@ -175,7 +175,7 @@ class LaneServer:
         """Continue a lane over a stream whose first record was decrypted, or begin a new lane."""
         with self._lock:
             if self._unconfirmed.get(number) is not stream:
-                raise refused(Refusal.TICKET_USED)
+                raise HandshakeError(Refusal.TICKET_USED)
             known = self._lanes.get(number)
             self._check_room(None if known else identity)
             self._tickets.confirm(number, stream.resumption.identifier)
@@ -223,7 +223,7 @@ class LaneServer:
         own = 0 if new is None else threads.count(f"serve {new.node}")
         full = len(threads) >= self._maximum_lanes or own >= self._peers.lanes_of_one_identity
         if self._stopping or (new and full):
-            raise refused(Refusal.BUSY)
+            raise HandshakeError(Refusal.BUSY)
 
     def _serve(self, lane: Lane) -> None:
         """Call ``on_lane`` for a lane, and close the lane when it returns."""
@@ -261,5 +261,5 @@ class _ThreadPerCall(Executor):
 def _next(requests: Iterator[bytes]) -> bytes:
     message = next(requests, None)
     if message is None:
-        raise refused(Refusal.MALFORMED)
+        raise HandshakeError(Refusal.MALFORMED)
     return message

@@ -91,33 +91,6 @@ class HandshakeError(LaneError):
         self.refusal = refusal
 
 
-class TicketError(HandshakeError):
-    """The ticket is unknown, expired or used, or was issued for a different run, round or node."""
-
-
-class ServerKeyError(HandshakeError):
-    """The client uses a server key from before the last rotation, or from a different server."""
-
-
-class LaneBusyError(HandshakeError):
-    """The server has too many lanes or handshakes at the moment; the ticket remains valid."""
-
-
-_CLASSES: dict[Refusal, type[HandshakeError]] = {
-    Refusal.TICKET_UNKNOWN: TicketError,
-    Refusal.TICKET_EXPIRED: TicketError,
-    Refusal.TICKET_USED: TicketError,
-    Refusal.TICKET_FOREIGN: TicketError,
-    Refusal.SERVER_KEY: ServerKeyError,
-    Refusal.BUSY: LaneBusyError,
-}
-
-
-def refused(refusal: Refusal) -> HandshakeError:
-    """Return the error for a refusal."""
-    return _CLASSES.get(refusal, HandshakeError)(refusal)
-
-
 def printable(text: str, most: int = 1000) -> str:
     """Return text from a peer as a single line that can be logged, stored and displayed.
 

@@ -17,7 +17,7 @@ from io import BytesIO
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-from split.protocol.errors import Refusal, refused
+from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.keys import (
     KEY_IDENTIFIER_BYTES,
     MAC_BYTES,
@@ -91,7 +91,7 @@ class ClientHandshake:
         """
         check_prefix(answer, 2)
         if len(answer) != PREFIX_BYTES + SHARE_BYTES + MAC_BYTES:
-            raise refused(Refusal.MALFORMED)
+            raise HandshakeError(Refusal.MALFORMED)
         shared = _agree(self._private, answer[PREFIX_BYTES:-MAC_BYTES])
         schedule = KeySchedule(shared, self._secret, self._ticket.secret)
         transcript = self._hello + answer[:-MAC_BYTES]
@@ -113,18 +113,18 @@ class ServerHandshake:
 
         No message is accepted twice.
 
-        Raise ``HandshakeError`` if M1 is malformed, altered or made without the ticket's secret, or
-        its suite is not the server's. Raise ``TicketError`` if the ticket is unknown, expired, used
-        or issued for a different identity. Raise ``LaneBusyError`` if the same message was received
-        before. A client can retry with a new M1.
+        Raise ``HandshakeError`` if M1 is malformed, altered or made without the ticket's secret,
+        its suite is not the server's, or the ticket is unknown, expired, used or issued for a
+        different identity. Its reason is ``Refusal.BUSY`` if the same message was received before.
+        A client can retry with a new M1.
         """
         message = read_hello(hello)
         ticket, identity = self._tickets.find(message.ticket)
         _compare(hello[-MAC_BYTES:], _hello_mac(ticket, hello[:-MAC_BYTES]))
         if message.identity != identity:
-            raise refused(Refusal.TICKET_FOREIGN)
+            raise HandshakeError(Refusal.TICKET_FOREIGN)
         if message.suite != SUITE_NUMBERS[self._keys.suite]:
-            raise refused(Refusal.SUITE)
+            raise HandshakeError(Refusal.SUITE)
         self._tickets.note_hello(message.ticket, hello[-MAC_BYTES:])
         self._message, self._ticket, self._transcript = message, ticket, hello
         return identity
@@ -132,8 +132,8 @@ class ServerHandshake:
     def answer(self) -> bytes:
         """Return M2.
 
-        Raise ``HandshakeError`` if the secret can't be decrypted, or the client's share is invalid.
-        Raise ``ServerKeyError`` if the secret is encrypted to a key other than the current one.
+        Raise ``HandshakeError`` if the secret can't be decrypted or is encrypted to a key other
+        than the current one, or the client's share is invalid.
         """
         message = self._message
         wrapped = self._keys.unwrap(message.key, message.wrapped, hello_context(message))
@@ -152,7 +152,7 @@ class ServerHandshake:
         """
         check_prefix(finished, 3)
         if len(finished) != PREFIX_BYTES + MAC_BYTES:
-            raise refused(Refusal.MALFORMED)
+            raise HandshakeError(Refusal.MALFORMED)
         transcript = self._transcript + finished[:-MAC_BYTES]
         _compare(finished[-MAC_BYTES:], self._schedule.finished(_CLIENT, transcript))
         return self._schedule.secrets(self._transcript + finished), self._ticket.identifier
@@ -164,14 +164,14 @@ def _hello_mac(ticket: Ticket, body: bytes) -> bytes:
 
 def _compare(found: bytes, expected: bytes) -> None:
     if not hmac.compare_digest(found, expected):
-        raise refused(Refusal.AUTHENTICATION)
+        raise HandshakeError(Refusal.AUTHENTICATION)
 
 
 def _agree(private: X25519PrivateKey, share: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError:  # a point of small order, for which the shared secret would be public
-        raise refused(Refusal.MALFORMED) from None
+        raise HandshakeError(Refusal.MALFORMED) from None
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,12 @@ def read_hello(message: bytes) -> Hello:
     """
     check_prefix(message, 1)
     if len(message) > MAX_HELLO_BYTES:
-        raise refused(Refusal.MALFORMED)
+        raise HandshakeError(Refusal.MALFORMED)
     rest = BytesIO(message[PREFIX_BYTES:-MAC_BYTES])
     number, round_ = _HELLO.unpack(_take(rest, _HELLO.size))
     lengths = {SUITE_NUMBERS[suite]: length for suite, length in WRAPPED_BYTES.items()}
     if number not in lengths:
-        raise refused(Refusal.SUITE)
+        raise HandshakeError(Refusal.SUITE)
     run, node = _take_text(rest), _take_text(rest)
     hello = Hello(
         suite=number,
@@ -217,7 +217,7 @@ def read_hello(message: bytes) -> Hello:
         wrapped=_take(rest, lengths[number]),
     )
     if rest.read(1):
-        raise refused(Refusal.MALFORMED)
+        raise HandshakeError(Refusal.MALFORMED)
     return hello
 
 
@@ -229,26 +229,26 @@ def prefix(number: int) -> bytes:
 def check_prefix(message: bytes, number: int) -> None:
     """Raise a HandshakeError unless a message begins with the prefix for this number."""
     if len(message) < PREFIX_BYTES:
-        raise refused(Refusal.MALFORMED)
+        raise HandshakeError(Refusal.MALFORMED)
     magic, version, found = _PREFIX.unpack_from(message)
     if magic != _MAGIC or found != number:
-        raise refused(Refusal.MALFORMED)
+        raise HandshakeError(Refusal.MALFORMED)
     if version != VERSION:
-        raise refused(Refusal.VERSION)
+        raise HandshakeError(Refusal.VERSION)
 
 
 def _take(rest: BytesIO, count: int) -> bytes:
     taken = rest.read(count)
     if len(taken) < count:
-        raise refused(Refusal.MALFORMED)
+        raise HandshakeError(Refusal.MALFORMED)
     return taken
 
 
 def _take_text(rest: BytesIO) -> str:
     (length,) = _take(rest, 1)
     if not length:
-        raise refused(Refusal.MALFORMED)
+        raise HandshakeError(Refusal.MALFORMED)
     try:
         return _take(rest, length).decode()
     except UnicodeDecodeError:
-        raise refused(Refusal.MALFORMED) from None
+        raise HandshakeError(Refusal.MALFORMED) from None

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.hpke import (
 )
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from split.protocol.errors import Refusal, refused
+from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.tickets import Ticket
 
 KeyExchange = Literal["ml-kem-768-x25519", "rsa-3072"]
@@ -47,7 +47,7 @@ def known_suite(name: str) -> KeyExchange:
     for suite in SUITE_NUMBERS:
         if suite == name:
             return suite
-    raise refused(Refusal.SUITE)
+    raise HandshakeError(Refusal.SUITE)
 
 
 def key_identifier(suite: KeyExchange, public: bytes) -> bytes:
@@ -69,7 +69,7 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> by
                 or key.key_size != _RSA_BITS
                 or key.public_numbers().e != _RSA_EXPONENT
             ):
-                raise refused(Refusal.SUITE)
+                raise HandshakeError(Refusal.SUITE)
             return key.encrypt(secret, _oaep(context))
         hybrid = MLKEM768X25519PublicKey(
             mlkem.MLKEM768PublicKey.from_public_bytes(public[:_MLKEM_PUBLIC_BYTES]),
@@ -77,7 +77,7 @@ def wrap(suite: KeyExchange, public: bytes, secret: bytes, context: bytes) -> by
         )
         return _HPKE.encrypt(secret, hybrid, info=_LABEL + context)
     except (ValueError, UnsupportedAlgorithm):
-        raise refused(Refusal.SUITE) from None
+        raise HandshakeError(Refusal.SUITE) from None
 
 
 def _oaep(context: bytes) -> padding.OAEP:
@@ -114,22 +114,21 @@ class ServerKeys:
     def unwrap(self, identifier: bytes, wrapped: bytes, context: bytes) -> bytes:
         """Decrypt a secret that a client encrypted with ``wrap`` to the key with this identifier.
 
-        Raise ``ServerKeyError`` if the identifier is not that of the current key. Raise
-        ``HandshakeError`` if the secret can't be decrypted, or was encrypted for a different
-        message.
+        Raise ``HandshakeError`` if the identifier is not that of the current key, or the secret
+        can't be decrypted or was encrypted for a different message.
         """
         private, public = self._key  # read once, because another thread may rotate the key
         if not secrets.compare_digest(identifier, key_identifier(self.suite, public)):
-            raise refused(Refusal.SERVER_KEY)
+            raise HandshakeError(Refusal.SERVER_KEY)
         try:
             if isinstance(private, rsa.RSAPrivateKey):
                 secret = private.decrypt(wrapped, _oaep(context))
             else:
                 secret = _HPKE.decrypt(wrapped, private, info=_LABEL + context)
         except (ValueError, InvalidTag):
-            raise refused(Refusal.WRAPPED_SECRET) from None
+            raise HandshakeError(Refusal.WRAPPED_SECRET) from None
         if len(secret) != SECRET_BYTES:
-            raise refused(Refusal.WRAPPED_SECRET)
+            raise HandshakeError(Refusal.WRAPPED_SECRET)
         return secret
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from split.protocol.errors import Refusal, refused
+from split.protocol.errors import HandshakeError, Refusal
 
 IDENTIFIER_BYTES = 16
 SECRET_BYTES = 32
@@ -104,7 +104,7 @@ class TicketBook:
     def find(self, identifier: bytes) -> tuple[Ticket, Identity]:
         """Look up a ticket by its identifier, without using it up.
 
-        Raise a TicketError if the ticket is unknown, expired or used.
+        Raise a HandshakeError if the ticket is unknown, expired or used.
         """
         entry = self._valid(identifier)
         return Ticket(identifier, entry.secret), entry.identity
@@ -112,12 +112,12 @@ class TicketBook:
     def note_hello(self, identifier: bytes, mac: bytes) -> None:
         """Record the verified MAC of a handshake's first message, so that nobody can replay it.
 
-        Raise ``LaneBusyError`` if the message was received before. The ticket remains valid. Raise
-        ``TicketError`` if the ticket is unknown, expired or used.
+        Raise ``HandshakeError`` if the ticket is unknown, expired or used. Its reason is
+        ``Refusal.BUSY`` if the message was received before; the ticket remains valid.
         """
         entry = self._valid(identifier)
         if mac in entry.hellos:
-            raise refused(Refusal.BUSY)
+            raise HandshakeError(Refusal.BUSY)
         entry.hellos[mac] = None
         most = _REMEMBERED_HELLOS if entry.lane else _REMEMBERED_HELLOS_OF_STANDING
         if len(entry.hellos) > most:
@@ -127,8 +127,8 @@ class TicketBook:
         """Record a finished handshake, and add the resumption ticket of its stream.
 
         The ticket with this identifier, which the client presented, remains valid. Return the
-        identifier of the stream's lane; a standing ticket creates a new lane. Raise a TicketError
-        if the ticket is unknown, expired or used.
+        identifier of the stream's lane; a standing ticket creates a new lane. Raise a
+        HandshakeError if the ticket is unknown, expired or used.
         """
         self._forget()
         used = self._valid(identifier)
@@ -151,7 +151,7 @@ class TicketBook:
         """Invalidate all tickets of a lane except one, after the client's first record on a stream.
 
         ``lane`` is the lane's identifier that ``accept`` returned, and ``resumption`` the
-        identifier of the stream's resumption ticket, which remains valid. Raise a TicketError if
+        identifier of the stream's resumption ticket, which remains valid. Raise a HandshakeError if
         a newer stream has been confirmed, which invalidates this ticket.
         """
         self._valid(resumption)
@@ -181,11 +181,11 @@ class TicketBook:
     def _valid(self, identifier: bytes) -> _Entry:
         entry = self._entries.get(identifier)
         if entry is None:
-            raise refused(Refusal.TICKET_UNKNOWN)
+            raise HandshakeError(Refusal.TICKET_UNKNOWN)
         if entry.used:
-            raise refused(Refusal.TICKET_USED)
+            raise HandshakeError(Refusal.TICKET_USED)
         if self._clock() >= entry.expires:
-            raise refused(Refusal.TICKET_EXPIRED)
+            raise HandshakeError(Refusal.TICKET_EXPIRED)
         return entry
 
     def _forget(self) -> None:

@@ -8,11 +8,11 @@ import torch
 
 from split.protocol.errors import (
     FrameError,
+    HandshakeError,
     LaneCutError,
     LaneTimeoutError,
     PeerError,
     Refusal,
-    TicketError,
 )
 from split.protocol.frames import Kind
 from tests.split.hostile import Member, end_of_step
@@ -91,7 +91,7 @@ def test_a_refusal_forged_on_the_way_costs_nothing_but_another_attempt(server, i
 def test_a_refusal_that_lasts_is_final(server):
     used = server.ticket()
     server.client(ticket=used).close()
-    with pytest.raises(TicketError, match="has been used"):
+    with pytest.raises(HandshakeError, match="has been used"):
         server.client(ticket=used, patience=1.5)
 
 

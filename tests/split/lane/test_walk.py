@@ -14,7 +14,7 @@ import torch
 
 from split.lane.stream import Stream
 from split.protocol.delivery import Delivery
-from split.protocol.errors import HandshakeError, LaneBusyError, LaneError, TicketError
+from split.protocol.errors import HandshakeError, LaneError, Refusal
 from split.protocol.frames import Frame, Kind
 from split.protocol.handshake import ClientHandshake, ServerHandshake
 from split.protocol.payload import Outgoing
@@ -24,6 +24,7 @@ from tests.split.lanes import COURT, LIMITS, hybrid_keys
 CLINIC = Identity("run", 1, "clinic")
 # docs/wire.md: a lane's tickets that are good at once, and handshakes in progress for one identity.
 TICKETS, HANDSHAKES = 8, 4
+NO_GOOD = {Refusal.TICKET_UNKNOWN, Refusal.TICKET_EXPIRED, Refusal.TICKET_USED}
 SIDES = ("client", "server")
 TWO_RECORDS = {"adapter": torch.zeros(2**18)}
 
@@ -94,10 +95,11 @@ class Link:
         self.wires[sender].records += [*records, (last, acknowledged, number)]
 
 
-def refused(call, *arguments, kind=HandshakeError):
+def refused(call, *arguments, kind=HandshakeError, why=frozenset()):
     try:
         call(*arguments)
-    except kind:
+    except kind as error:
+        assert not why or error.refusal in why
         return
     raise AssertionError(f"{call.__qualname__} has accepted what it must refuse")
 
@@ -206,7 +208,7 @@ class Walk:
             if identifier in self.good:
                 self.book.find(identifier)
             else:
-                refused(self.book.find, identifier, kind=TicketError)
+                refused(self.book.find, identifier, why=NO_GOOD)
 
     # What the attacker draws: the newest message or any other, as it is or altered.
 
@@ -251,9 +253,9 @@ class Walk:
     def take_hello(self, link):
         server = ServerHandshake(hybrid_keys(), self.book)
         if link.ticket not in self.good:
-            return refused(server.read, link.hello, kind=TicketError)
+            return refused(server.read, link.hello, why=NO_GOOD)
         if link.hello in self.seen:
-            return refused(server.read, link.hello, kind=LaneBusyError)
+            return refused(server.read, link.hello, why={Refusal.BUSY})
         assert server.read(link.hello) == COURT
         self.seen.add(link.hello)
         link.server, link.answer = server, server.answer()
@@ -290,7 +292,7 @@ class Walk:
         resumption = link.accept()
         if link.ticket not in self.good:
             self.waiting.remove(link)
-            return refused(self.book.accept, link.ticket, resumption, kind=TicketError)
+            return refused(self.book.accept, link.ticket, resumption, why=NO_GOOD)
         link.lane, link.resumption = self.book.accept(link.ticket, resumption), resumption
         assert len({each.lane for each in self.links if each.lane}) == 1
         self.good.remove(link.ticket)

@@ -1,6 +1,6 @@
 import pytest
 
-from split.protocol.errors import LaneBusyError, Refusal, TicketError
+from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
 COURT = Identity("run", 3, "court")
@@ -15,7 +15,7 @@ class Clock:
 
 
 def refusal(call, *arguments):
-    with pytest.raises(TicketError) as raised:
+    with pytest.raises(HandshakeError) as raised:
         call(*arguments)
     return raised.value.refusal
 
@@ -144,7 +144,7 @@ def test_a_ticket_s_first_messages_are_no_good_again(standing, most):
     for hello in hellos[:most]:
         book.note_hello(ticket.identifier, hello)
     for hello in (hellos[0], hellos[most - 1]):
-        with pytest.raises(LaneBusyError):
+        with pytest.raises(HandshakeError, match="no more lanes"):
             book.note_hello(ticket.identifier, hello)
     for hello in (hellos[most], hellos[0]):  # the oldest has been forgotten
         book.note_hello(ticket.identifier, hello)

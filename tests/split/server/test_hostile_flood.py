@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load, save
 
 from finetuning.adapters.adapter import State
-from split.protocol.errors import LaneBusyError, LaneUnreachableError
+from split.protocol.errors import HandshakeError, LaneUnreachableError
 from split.protocol.frames import Kind
 from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
@@ -110,7 +110,7 @@ class RemoteServer:
 def patiently(act):
     """Try again for half a minute while the flood occupies all connections to the server."""
     for _ in range(60):
-        with suppress(LaneBusyError, LaneUnreachableError, grpc.RpcError):
+        with suppress(HandshakeError, LaneUnreachableError, grpc.RpcError):
             return act()
         time.sleep(0.5)
     raise AssertionError("the server had no room for half a minute")

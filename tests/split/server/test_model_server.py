@@ -12,7 +12,7 @@ from finetuning.settings import ModelSettings
 from split.lane.transport import PeerLimits
 from split.model.loading import load_parts
 from split.model.partition import partition_of
-from split.protocol.errors import LaneBusyError, LaneError, PeerError, TicketError
+from split.protocol.errors import HandshakeError, LaneError, PeerError
 from split.server.model_server import ModelServer
 from tests.split.clients import LONGEST, assert_nothing_is_left, draw
 from tests.split.model.test_generation import GREEDY, Scene, generated
@@ -81,7 +81,7 @@ def test_displaced_lanes_count_until_the_current_job_has_ended(scene):
         with busy(server):
             for _ in range(2):
                 lanes.enter_context(alpha.lane(invitation))
-            with pytest.raises(LaneBusyError):
+            with pytest.raises(HandshakeError, match="no more lanes"):
                 lanes.enter_context(alpha.lane(invitation, busy_until=time.monotonic()))
             lanes.enter_context(beta.lane(scene.invite(server, beta)))
         lanes.enter_context(alpha.lane(invitation))
@@ -99,7 +99,7 @@ def test_lanes_end_when_their_invitation_expires(scene):
                 while True:  # until the lane's own deadline
                     time.sleep(0.1)
                     scene.choose(model)
-        with pytest.raises(TicketError, match="expired"), client.lane(invitation):
+        with pytest.raises(HandshakeError, match="expired"), client.lane(invitation):
             pass
 
 
