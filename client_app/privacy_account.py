@@ -79,14 +79,22 @@ class PrivacyAccount:
         """Raise ``PolicyError`` if ε would exceed the policy's limit; don't record the steps."""
         self._check(self._log.lines(), steps)
 
-    def _check(self, lines: Iterable[Mapping[str, Any]], steps: PrivateSteps) -> float:
+    def spent(self) -> float:
+        """Return the total ε of all recorded steps."""
+        return epsilon(self._parse(self._log.lines()), self._delta)
+
+    @staticmethod
+    def _parse(lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
         try:
-            before = [LINE.validate_python(line) for line in lines]
+            return [LINE.validate_python(line) for line in lines]
         except ValidationError as error:
             raise PolicyError(
                 "the site's privacy account contains a line that is not an entry, so the remaining "
                 "ε can't be computed: restore the file (docs/operations.md)"
             ) from error
+
+    def _check(self, lines: Iterable[Mapping[str, Any]], steps: PrivateSteps) -> float:
+        before = self._parse(lines)
         spent = epsilon([*before, steps], self._delta)
         if not spent <= self._epsilon:
             left = self._steps_left(before, steps)

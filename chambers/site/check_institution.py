@@ -15,6 +15,7 @@ from chambers.site.check import Report, check_model, disk, gpu
 from chambers.site.connection import clock, filtered, healthy, is_registered, lasting, lasting_file
 from chambers.site.keys import read_node_key
 from client_app.data import name_and_data_path
+from client_app.privacy_account import PrivacyAccount
 from federation.authentication import parse_public_key, read_public_key
 from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker
@@ -89,8 +90,9 @@ def _trusted(file: Path) -> str:
 
 
 def _policy(file: Path) -> str:
-    """Check the policy."""
-    key = read_policy(str(file)).instruction_key
+    """Check the policy and the privacy account."""
+    policy = read_policy(str(file))
+    key, privacy = policy.instruction_key, policy.privacy
     if not key:
         raise CommandError(
             f"{file} names no instruction-key, so anyone whom the coordinator has registered can "
@@ -98,7 +100,11 @@ def _policy(file: Path) -> str:
             'coordinator, and add instruction-key = "/srv/chambers/instructions.pub" to the policy'
         )
     read_public_key(key)
-    return f"{file} is a policy; it accepts instructions whose signatures match {key}"
+    text = f"{file} is a policy; it accepts instructions whose signatures match {key}"
+    if privacy.epsilon is not None:
+        spent = PrivacyAccount(privacy).spent()
+        text += f"; spent: ε = {spent:.3g} of {privacy.epsilon:g} at δ = {privacy.delta:g}"
+    return text
 
 
 def _data(name: str, data: Path, task: str) -> str:

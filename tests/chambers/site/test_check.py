@@ -300,6 +300,17 @@ def test_policy(capsys, site):
     assert "names no instruction-key" in at_institution(capsys, site, 1)
     site.policy.write_text(f'instruction-key = "{site.folder / "authority.pem"}"\n')
     assert "is not an Ed25519 public key" in at_institution(capsys, site, 1)
+    account = site.folder / "account.jsonl"
+    site.policy.write_text(
+        f'instruction-key = "{site.folder / "instructions.pub"}"\n[privacy]\nepsilon = 8\n'
+        f'delta = 1e-5\naccount = "{account}"\n'
+    )
+    assert "spent: ε = 0 of 8 at δ = 1e-05" in at_institution(capsys, site, 1)
+    account.write_text('{"sampling-rate": 1.0, "noise-multiplier": 2.0, "steps": 1}\n')
+    # The minimum over α of α / 8 + log(1 - 1/α) - log(δα) / (α - 1), for one step on all rows.
+    assert "spent: ε = 2.17 of 8 at δ = 1e-05" in at_institution(capsys, site, 1)
+    account.write_text("{}\n")
+    assert "contains a line that is not an entry" in at_institution(capsys, site, 1)
     site.policy.write_text("max-round = 5\n")
     assert "max-round: unknown key" in at_institution(capsys, site, 1)
 
