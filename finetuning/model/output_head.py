@@ -130,7 +130,7 @@ def target_log_probabilities(
     Logits are always computed in float32. In bfloat16, values between 16 and 32 have steps of 1/8,
     so many candidate answers would be equally likely. ``chosen`` are the (targets, hidden)
     states after the last block and norm that predict the (targets,) labels. The results are
-    (targets,) float32 in nats, and (targets,) bool, both on the CPU.
+    (targets,) float32 in nats, and (targets,) bool.
     """
     found, likeliest = [], []
     # Convert norms, biases and scales here; `_Float32Products` converts the matrices.
@@ -144,7 +144,7 @@ def target_log_probabilities(
             logits = functional_call(head, weights, kwargs=inputs).logits[0]
         found.append(-cross_entropy(logits, label, reduction="none"))
         likeliest.append(logits.argmax(-1) == label)
-    return torch.cat(found).cpu(), torch.cat(likeliest).cpu()
+    return torch.cat(found), torch.cat(likeliest)
 
 
 def _targets(

@@ -122,8 +122,7 @@ class WholeModel:
         with self._mode(training=False):
             with self._autocast():
                 hidden = self._hidden_of_candidates(batch)
-            chosen = hidden[batch.positions.to(self._device)]
-            return target_log_probabilities(self._head, chosen, batch.labels)
+            return target_log_probabilities(self._head, hidden[batch.positions], batch.labels)
 
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""

@@ -181,8 +181,7 @@ class SplitModel:
             head=self._head, tail=self._tail, batch=batch, exchange=self._body.exchange
         )
         self._body.end_exchanges()
-        chosen = hidden[batch.positions.to(hidden.device)]
-        return target_log_probabilities(self._output_head, chosen, batch.labels)
+        return target_log_probabilities(self._output_head, hidden[batch.positions], batch.labels)
 
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):

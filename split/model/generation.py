@@ -34,7 +34,7 @@ def generate(
     columns + new tokens), or what ``settings`` request.
     """
     prompt_columns = mask.shape[1]
-    padding_of_prompts = prompt_columns - mask.sum(dim=1).cpu()
+    padding_of_prompts = prompt_columns - mask.sum(dim=1)
     # The last draft may exceed the text's maximum length.
     most = prompt_columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
     positions = _Positions()

@@ -50,7 +50,7 @@ def test_scoring_makes_no_float32_copy_of_the_output_head(device):
     assert device.peak(0) - before < 2**25 < 4 * model.lm_head.weight.numel() / 2
     logits = chosen.cpu().double() @ model.lm_head.weight.cpu().double().T
     expected = -cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_client_says_what_did_not_fit(device, site, caplog):

@@ -5,15 +5,19 @@ once; tests of single functions are elsewhere.
 """
 
 import math
+import socket
+from threading import Thread
 
 import numpy as np
 import pytest
 import torch
 
+from chambers.superlink import free_port
 from finetuning.adapters.adapter import (
     attach_adapter,
     export_adapter,
     load_adapter,
+    load_state,
     trainable_parameters,
 )
 from finetuning.data.candidates import Continuation
@@ -27,7 +31,11 @@ from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients
 from finetuning.training.proximal import ProximalPenalty
 from split.model.adapters import join_adapters, take_apart
+from split.model.key_values import KeyValues
 from split.model.partition import partition_of
+from split.protocol.frames import Padding
+from split.server.body import load_body
+from split.server.stage import serve_stage
 from tests.split import clients
 from tests.split.clients import (
     ADAPTER,
@@ -39,8 +47,13 @@ from tests.split.clients import (
     train_together,
 )
 from tests.split.model.test_prefixes import PREFIX, random_prefix
+from tests.split.server.test_stages import make_key
+from tests.waiting import wait_until
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.filterwarnings("error:You are calling .generate:UserWarning"),
+]
 
 STEPS = 3
 TRAIN = clients.TRAIN.model_copy(update={"optimizer_state": "keep"})
@@ -65,7 +78,7 @@ def evaluated(model) -> dict:
     tokens = torch.tensor([[0, 0, 7, 9, 11], [3, 5, 7, 9, 11]])
     texts = model.generate(tokens, (tokens > 0).long(), 6, do_sample=False, pad_token_id=0)
     groups = [
-        [Continuation(torch.arange(2, 2 + n), torch.tensor(answer)) for answer in ([4], [5, 6])]
+        [Continuation(torch.arange(2, 2 + n), torch.tensor(answer)) for answer in ([4], [5, 6, 7])]
         for n in (3, 5)
     ]
     found = log_probabilities(model, groups, padding=0, max_tokens=60)
@@ -157,7 +170,8 @@ def train_split(base, adapter, state, **settings) -> dict:
     """Train two clients of a split model; return losses, weights, optimizers and evaluation."""
     split = split_settings(window=2, **settings)
     checkpointing = split.schedule == "serial" and adapter.kind == "lora"
-    model = MODEL.model_copy(update={"gradient_checkpointing": checkpointing})
+    named = {"gradient_checkpointing": checkpointing, "name": str(base)}
+    model = MODEL.model_copy(update=named)
     parts = take_apart(state, partition_of(base, split))
     own = parts["head"] | parts["tail"]
     clients._ends.cache_clear()  # they are on the devices of the last run
@@ -182,6 +196,8 @@ def train_split(base, adapter, state, **settings) -> dict:
             results |= {f"{name}: {n}": value for n, value in member.optimizer.items()}
             whole = join_adapters([trained[name], body])
             results |= {f"{name}: {n}": value for n, value in whole.items()}
+        if split.body_hosts:  # they have no caches
+            return results
         models = {"global": body, "base": None}
         with members["alpha"].lane(server.invite_to_evaluate("alpha", 1, models, 60)) as chosen:
             for name, adapters in models.items():
@@ -225,3 +241,50 @@ def test_noise_on_hidden_states(any_device, base, beginning):
         client.train(server, beginning, steps=1)
         (account,) = server.finish_lanes()
     assert not account.error and math.isfinite(client.losses[0])
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_split_model_in_stages(any_device, base, beginning, tmp_path):
+    key, adapter = make_key(tmp_path), ADAPTER.model_copy(update={"dropout": 0.0})
+    ports = free_port(), free_port()
+    for port in ports:
+        Thread(target=serve_stage, args=(f"127.0.0.1:{port}", key), daemon=True).start()
+        wait_until(lambda port=port: is_open(port))
+    hosts = {"body_hosts": ",".join(f"127.0.0.1:{port}" for port in ports), "body_key": str(key)}
+    names = last_devices(any_device, 1)
+    found = train_split(base, adapter, beginning, body_devices=names, **hosts)
+    with any_device.absent():
+        expected = train_split(base, adapter, beginning)
+    assert_equal(found, {name: expected[name] for name in found}, any_device.tolerance)
+
+
+def test_texts_of_split_lanes_in_one_pass(any_device, base, beginning):
+    state = take_apart(beginning, partition_of(base, split_settings()))["body"]
+    prompts = [torch.randn(1, 5, 32), torch.randn(2, 4, 32)]
+    tokens = [torch.randn(1, 1, 32), torch.randn(2, 1, 32)]
+
+    def outputs(devices: str) -> list[torch.Tensor]:
+        body = load_body(base, MODEL, split_settings(body_devices=devices))
+        body.attach(ADAPTER, "a")
+        load_state(body.trainable("a"), state)
+        body.train(False)
+        texts = []
+        with torch.no_grad():
+            for name, prompt in zip(("a", None), prompts, strict=True):
+                rows, columns, _ = prompt.shape
+                body.use(name)
+                texts.append(
+                    KeyValues(body, Padding("left", torch.full((rows,), columns)), columns)
+                )
+                texts[-1].extend(prompt)
+            with body.using_together(["a", None], [1, 2]):
+                return [each.cpu() for each in KeyValues.extend_together(texts, tokens)]
+
+    found = outputs(last_devices(any_device, 1))
+    with any_device.absent():
+        expected = outputs("")
+    assert_equal(dict(enumerate(found)), dict(enumerate(expected)), any_device.tolerance)
