@@ -119,7 +119,7 @@ def end(process):
     """Interrupt a program, as Ctrl-C does."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-        process.wait(300)
+        process.wait(60)
 
 
 @pytest.mark.nightly
