@@ -94,7 +94,7 @@ class KeyValues:
                 inputs.setdefault(name, []).append(pad(value, (missing, 0)))
         try:
             output = first._computed(
-                torch.cat([to_device(states, first._part.device) for states in given]),
+                torch.cat([*given]),
                 {name: torch.cat(values) for name, values in inputs.items()},
                 _OwnBlocks.joined([each.cache for each in texts], rows),
             )

@@ -66,7 +66,7 @@ def secured(plain: socket.socket, context: ssl.SSLContext, is_server: bool) -> A
 
 def send(stream: Any, tensors: Tensors, **fields: Any) -> None:
     """Send a message: its size, a line of JSON, and tensors in safetensors format."""
-    copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    copies = {name: t.detach().contiguous() for name, t in tensors.items()}
     message = json.dumps(fields).encode() + b"\n" + save(copies)
     stream.write(len(message).to_bytes(8) + message)
     stream.flush()
@@ -155,7 +155,7 @@ class _Blocks:
         if torch.accelerator.is_available():
             set_seed(derive_seed(self._part.partition.head, random.numpy().tobytes().hex()))
         torch.set_rng_state(random)  # on CPUs, dropout is that of a single process
-        hidden = to_device(hidden, self._part.device, self._part.dtype).requires_grad_(grad)
+        hidden.requires_grad_(grad)
         with torch.set_grad_enabled(number > 0):
             output = self._part(hidden, Padding(side, lengths))
         if number:

@@ -50,10 +50,7 @@ from tests.split.model.test_prefixes import PREFIX, random_prefix
 from tests.split.server.test_stages import make_key
 from tests.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.accelerator,
-    pytest.mark.filterwarnings("error:You are calling .generate:UserWarning"),
-]
+pytestmark = pytest.mark.accelerator
 
 STEPS = 3
 TRAIN = clients.TRAIN.model_copy(update={"optimizer_state": "keep"})
@@ -78,7 +75,10 @@ def evaluated(model) -> dict:
     tokens = torch.tensor([[0, 0, 7, 9, 11], [3, 5, 7, 9, 11]])
     texts = model.generate(tokens, (tokens > 0).long(), 6, do_sample=False, pad_token_id=0)
     groups = [
-        [Continuation(torch.arange(2, 2 + n), torch.tensor(answer)) for answer in ([4], [5, 6, 7])]
+        [
+            Continuation(torch.arange(2, 2 + n), torch.tensor(answer))
+            for answer in ([4, 8], [5, 6, 7])
+        ]
         for n in (3, 5)
     ]
     found = log_probabilities(model, groups, padding=0, max_tokens=60)
@@ -282,7 +282,9 @@ def test_texts_of_split_lanes_in_one_pass(any_device, base, beginning):
                 )
                 texts[-1].extend(prompt)
             with body.using_together(["a", None], [1, 2]):
-                return [each.cpu() for each in KeyValues.extend_together(texts, tokens)]
+                found = KeyValues.extend_together(texts, tokens)
+            found.append(body(prompts[1], Padding("left", torch.tensor([4, 2]))))
+            return [each.cpu() for each in found]
 
     found = outputs(last_devices(any_device, 1))
     with any_device.absent():
