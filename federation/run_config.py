@@ -257,7 +257,7 @@ class RunConfig(Section):
 
     @property
     def train_timeout(self) -> float:
-        """Seconds that a client has for one train message."""
+        """Seconds that a client has for one train message, including those for a late reply."""
         return self.round_timeout + self.late_replies * self.reply_timeout
 
     @property

@@ -12,7 +12,7 @@ _REPEATED = 3  # number of last tokens that must have occurred before
 
 @contextmanager
 def drafts_after_repetition(causal_lm: Any) -> Iterator[None]:
-    """Let ``generate`` with ``prompt_lookup_num_tokens`` draft only after several repeated tokens.
+    """Restrict drafts from the text (``prompt_lookup_num_tokens``) to places after repeated tokens.
 
     ``transformers`` also drafts after a single one, but most of these drafts are rejected, and they
     take longer than they save.
