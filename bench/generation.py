@@ -41,6 +41,7 @@ from bench.harness import (
     use_one_core,
 )
 from bench.job import (
+    FLOAT32,
     LIFETIME,
     SEED,
     Job,
@@ -53,7 +54,7 @@ from bench.job import (
     serving,
 )
 from bench.proxy import Proxy
-from chambers.models import find_draft
+from chambers.models import Source, find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.generation import GREEDY, Answering
 from finetuning.model.base_model import load_tokenizer, locate
@@ -163,7 +164,8 @@ def compare_with_whole(core: Collection[int], pairs: int) -> None:
 def compare_drafts(core: Collection[int], pairs: int) -> None:
     """Measure generation with and without drafts, and print the table."""
     job, tokenizer = smollm2()
-    draft = find_draft("prompt", tokenizer).settings
+    source = Source(FLOAT32, job.directory)
+    draft = find_draft("prompt", tokenizer, [source]).settings
     prompts = tokenize_prompts(prompt_rows([*_PROMPTS.values()]), tokenizer)
     table = make_table(
         *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -40,7 +40,7 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
         here = ray.util.get_node_ip_address()
         with NamedTemporaryFile(dir=config.state_path) as shared:
             hosts = _check_hosts(ray, config.flat(), shared.name)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         form = "HOST:PORT, on a host of the cluster"
         raise CommandError(f"--ray {address} ({form}): {error}") from error
     finally:
@@ -48,8 +48,7 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
     # Flower has no settings for these, but Ray also reads them from the environment.
     os.environ |= {"RAY_ADDRESS": address, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
     # Flower starts as many actors on each host as its CPUs and GPUs allow.
-    gpus, at_once = sum(host.gpus for host in hosts), trains_at_once(config)
-    share = gpus_of_each(clients if at_once else gpus, gpus)
+    at_once, share = trains_at_once(config), gpus_of_actor(config, clients, hosts)
     cpus = max(math.ceil(host.cores / in_memory_of(config, host)) for host in hosts)
     each = (min(h.cores // cpus, h.gpus / share if share else h.cores) for h in hosts)
     # The last two are the size of Flower's thread pool on this host.
@@ -57,6 +56,14 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
     if actors < (clients if at_once else 1):
         raise CommandError(f"the cluster can train only {actors} of {clients} clients at once")
     return actors, f"client-resources-num-cpus={cpus} client-resources-num-gpus={share}", here
+
+
+def gpus_of_actor(config: RunConfig, clients: int, hosts: Sequence[Machine]) -> float:
+    """Return the number of GPUs per actor, which can't have GPUs of several hosts."""
+    owned = [host.gpus for host in hosts if host.gpus]
+    turns = len(owned) if config.model.devices == "all" else sum(owned)
+    wanted = gpus_of_each(clients if trains_at_once(config) else turns, sum(owned))
+    return min([wanted, *owned])
 
 
 def _check_hosts(ray: Any, values: Mapping[str, Scalar], shared: str) -> list[Machine]:

@@ -78,7 +78,7 @@ class Generate(AdapterOptions):
         tokenizer = load_tokenizer(source.directory)
         prompts = tokenize_prompts(rows, tokenizer)
         lengths = [(len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)]
-        draft = find_draft(self.draft, tokenizer)
+        draft = find_draft(self.draft, tokenizer, [source])
         check_length(source, max(lengths), self.max_new_tokens + draft.room)
         if source.adapter is None:
             print("no --adapter: the base model answers", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Find and load models, either whole or with the middle blocks at a block server."""
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from chambers.lane_model import LaneModel, explained
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
-from finetuning.model.base_model import load_base_model, load_tokenizer, locate, reference
+from finetuning.model.base_model import load_base_model, load_tokenizer, locate, outline, reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.model.whole_model import WholeModel
@@ -166,12 +167,21 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-def find_draft(name: str | None, tokenizer: Any) -> Draft:
+def find_draft(name: str | None, tokenizer: Any, sources: Collection[Source]) -> Draft:
     """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
 
-    Raise ``CommandError`` if the tokenizers of the small and the large model differ.
+    If some of the models, which have the same base, can't verify drafts, say so and return
+    `NO_DRAFT`. Raise ``CommandError`` if the tokenizer or the vocabulary of the small model
+    differs from theirs.
     """
     if name is None:
+        return NO_DRAFT
+    base = outline(next(iter(sources)).directory)
+    # PEFT's prefixes allow only one token per forward pass.
+    prefixes = any(each.columns_before and each.invitation is None for each in sources)
+    if base._is_stateful or prefixes:
+        kind = "a prefix adapter on a whole model" if prefixes else "recurrent layers"
+        print(f"--draft has no effect with {kind}", file=sys.stderr)
         return NO_DRAFT
     if name == "prompt":
         settings = {"prompt_lookup_num_tokens": _FROM_PROMPT, "max_matching_ngram_size": 4}
@@ -179,6 +189,9 @@ def find_draft(name: str | None, tokenizer: Any) -> Draft:
     small = load_base_model(ModelSettings(name=name))
     if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
         raise CommandError(f"--draft {name}: its tokenizer is not that of the model")
+    own, other = (m.get_input_embeddings().num_embeddings for m in (small.model, base))
+    if own != other:
+        raise CommandError(f"--draft {name}: its vocabulary has {own} tokens, the model's {other}")
     return Draft({"assistant_model": small.model})
 
 
@@ -199,13 +212,8 @@ def _find_ends(
     refuse_other_base(own, invitation.digests, whose)
     if run is not None:
         refuse_other_base(own, run.digests, f"that of {run.directory}")
-    check_exactness(
-        directory=directory,
-        settings=settings,
-        partition=partition,
-        prefixes=adapter is not None and adapter.settings.kind == "prefix",
-        generation=True,
-    )
+    prefixes = adapter is not None and adapter.settings.kind == "prefix"
+    check_exactness(directory, settings, partition, prefixes, generation=True)
     bare = Source(settings, directory, invitation=invitation)
     if adapter is None:
         return bare

@@ -20,7 +20,7 @@ class Run:
 
     \b
       chambers run run.toml
-      chambers run /srv/chambers run.toml rounds=5
+      chambers run /srv/chambers /srv/chambers/run.toml rounds=5
 
     Run this in the coordinator's folder, or name it. Settings are given as for chambers train. The
     proxy must serve the signed release of the installed version. The exit status is 0 only if the
@@ -56,7 +56,7 @@ class Run:
         status = run_app(app, superlink, values, write=write)
         if status == COMPLETED:
             return 0
-        print(f"chambers run: {status.partition(': ')[2]}", file=sys.stderr)
+        print(f"chambers run: {status.partition(': ')[2] or status}", file=sys.stderr)
         return 1
 
 

@@ -63,13 +63,8 @@ def find(options: "Serve") -> Served:
         refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
     partition = partition_of(directory, split)
     common = {} if adapter is None else {"global": split_adapter(adapter, partition)["body"]}
-    check_exactness(
-        directory=directory,
-        settings=settings,
-        partition=partition,
-        prefixes=adapter is not None and adapter.settings.kind == "prefix",
-        generation=True,
-    )
+    prefixes = adapter is not None and adapter.settings.kind == "prefix"
+    check_exactness(directory, settings, partition, prefixes, generation=True)
     models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
     if served_run is not None:
         for client in {*clients} & {*served_run.clients}:

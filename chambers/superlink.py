@@ -170,7 +170,7 @@ def _status(superlink: SuperLink, run: str, log: str) -> str:
         )
     found = json.loads(listing.stdout)["runs"][0]
     status, details = str(found["status"]), str(found.get("status-details", ""))
-    if status == COMPLETED:
+    if status in {COMPLETED, "finished:stopped"}:
         return status
     reason = details.removeprefix(_FAILED).strip()
     if reason in _UNSAID:

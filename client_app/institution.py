@@ -62,13 +62,8 @@ def base_model_of(config: RunConfig) -> tuple[Path, dict[str, str]]:
         return directory, fingerprint(directory)
     directory = locate_parts(config.model.name, config.split, PARTS)
     partition = partition_of(directory, config.split)
-    check_exactness(
-        directory=directory,
-        settings=config.model,
-        partition=partition,
-        prefixes=config.adapter.kind == "prefix",
-        generation=config.evaluate.generate,
-    )
+    prefixes, generation = config.adapter.kind == "prefix", config.evaluate.generate
+    check_exactness(directory, config.model, partition, prefixes, generation)
     return directory, fingerprint(directory, tensors_of(directory, partition, PARTS))
 
 

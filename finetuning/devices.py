@@ -11,9 +11,14 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def default_device() -> torch.device:
-    """Return the first accelerator if PyTorch finds one, else the CPU."""
+    """Return the first accelerator if PyTorch finds one, else the CPU.
+
+    Apple's GPUs (MPS) are not used, because they lack float64, in which norms are computed.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else torch.device(found.type, 0)
+    if found is None or found.type == "mps":
+        return torch.device("cpu")
+    return torch.device(found.type, 0)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -141,14 +141,9 @@ class FLGLM(Rounds):
         """Load the body and start the block server."""
         started = time.monotonic()
         config = self.config
+        prefixes, generation = config.adapter.kind == "prefix", config.evaluate.generate
         for partition in stages_of(self._partition, config.split).values():
-            check_exactness(
-                directory=self._directory,
-                settings=config.model,
-                partition=partition,
-                prefixes=config.adapter.kind == "prefix",
-                generation=config.evaluate.generate,
-            )
+            check_exactness(self._directory, config.model, partition, prefixes, generation)
         server = BlockServer(
             body=load_body(self._directory, config.model, config.split),
             state=parts,

@@ -121,8 +121,10 @@ def repack(installed, folder):
 
 
 @pytest.mark.nightly
-def test_the_package_installs_from_a_folder_without_a_network(built, tmp_path):
-    enter = ["unshare", "--net"]
+def test_the_package_installs_and_trains_without_a_network(
+    built, tmp_path, checkpoint, client_folders
+):
+    enter = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     if subprocess.run([*enter, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("network namespaces are not permitted")
     wheels, folder = tmp_path / "wheels", tmp_path / "environment"
@@ -133,10 +135,16 @@ def test_the_package_installs_from_a_folder_without_a_network(built, tmp_path):
     shutil.copy(built[1], wheels)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     options = ("--no-index", "--find-links", wheels, "--no-compile")
-    install = [*enter, folder / "bin" / "pip", "install", *options, "chambers[privacy]"]
+    install = [*enter, folder / "bin" / "pip", "install", *options, "chambers[privacy,tensorboard]"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(install, check=True, env=environment)
-    command = [*enter, folder / "bin" / "chambers", "site", "coordinator", "localhost"]
-    subprocess.run(command, check=True, env=environment, cwd=tmp_path)
+    chambers = [*enter, folder / "bin" / "chambers"]
+    for words in (
+        ["site", "coordinator", "localhost"],
+        ["train", f"model.name={checkpoint}", f"data.path={client_folders}", "rounds=1"],
+    ):
+        subprocess.run([*chambers, *words], check=True, env=environment, cwd=tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "adapters" / "global" / "adapter_model.safetensors").is_file()
     shutil.rmtree(wheels)
     shutil.rmtree(folder)

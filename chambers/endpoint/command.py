@@ -49,7 +49,7 @@ class ModelsOptions(BaseModelOptions):
 
         sources = self.sources()
         tokenizer = load_tokenizer(next(iter(sources.values())).directory)
-        draft = find_draft(self.draft, tokenizer)
+        draft = find_draft(self.draft, tokenizer, sources.values())
         limits = Limits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
         return Answerer(sources, tokenizer, limits)
 

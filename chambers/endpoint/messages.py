@@ -3,7 +3,7 @@
 import time
 import uuid
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
@@ -49,7 +49,7 @@ class Parameters(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-_LARGEST_SEED, le=_LARGEST_SEED)
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str], Field(max_length=4)] | str | None = None  # each costs time
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None
@@ -193,4 +193,5 @@ class ChatReply(CompletionReply):
 
     def _alternative(self, token: int, log_probability: float) -> dict[str, Any]:
         text = self._token(token)
-        return {"token": text, "logprob": log_probability, "bytes": [*text.encode()]}
+        content = None if "\ufffd" in text else [*text.encode()]  # U+FFFD: part of a character
+        return {"token": text, "logprob": log_probability, "bytes": content}

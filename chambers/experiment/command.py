@@ -16,7 +16,7 @@ import typer
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
 from chambers.sources import argument, count, option
-from chambers.train import count_clients, read_settings, with_absolute_paths
+from chambers.train import count_clients, with_absolute_paths
 from federation.run_config import RunConfig, Scalar, parse_run_config
 
 RESULTS = "results.jsonl"
@@ -66,10 +66,9 @@ class Experimenting:
     def _measure(self, experiment: Experiment, size: Size, folder: Path) -> None:
         from chambers.experiment.measuring import check_settings, measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
-        from chambers.experiment.results import write_records
+        from chambers.experiment.results import read_records, write_records
 
-        presets = read_settings(experiment.presets)
-        common = presets | experiment.settings | size.settings
+        common = experiment.settings | size.settings
         configs = {
             variant: self._checked(common | own, f"variants.{variant}")
             for variant, own in experiment.variants.items()
@@ -77,7 +76,7 @@ class Experimenting:
         self._refuse_measures(experiment, configs)
         clients = {variant: client_names(config) for variant, config in configs.items()}
         runs = {
-            run: self._checked(presets | dict(run.settings), f"arms.{run.arm}", run.clients)
+            run: self._checked(run.settings, f"arms.{run.arm}", run.clients)
             for run in runs_of(experiment, size, clients)
         }
         groups = {
@@ -108,14 +107,17 @@ class Experimenting:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        results = folder / RESULTS
+        before = read_records(results)[0]["commit"].split(", ") if results.is_file() else []
         about = {
             "experiment": self.file.name,
             "size": self.size,
-            "commit": _commit(),
+            # A continued experiment may keep results of an earlier commit.
+            "commit": ", ".join(dict.fromkeys([*before, _commit()])),
             "versions": {name: version(name) for name in _LIBRARIES},
             "runs": {run.name: dict(run.settings) for run in runs},
         }
-        write_records(folder / RESULTS, about, records)
+        write_records(results, about, records)
 
     def _checked(
         self, settings: Mapping[str, Scalar], place: str, clients: int | None = None
@@ -155,11 +157,11 @@ def _set_up(jobs: int) -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
-def _commit() -> str | None:
+def _commit() -> str:
     """Return this checkout's commit, marked if files have changed since."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
-        return None
-    return done.stdout.strip() or None
+        return "unknown"
+    return done.stdout.strip() or "unknown"

@@ -23,7 +23,7 @@ from federation.run_folder import METRICS, checkpoint_files, read_events, read_s
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
 from finetuning.data.candidates import Continuation
-from finetuning.data.prompts import tokenize_prompts
+from finetuning.data.prompts import prompts_of_answers, tokenize_prompts
 from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.log_probabilities import Likelihood, log_probabilities
@@ -61,17 +61,20 @@ def measure_run(
 ) -> list[Record]:
     """Carry out a run, print that it has finished, and return the values of its models.
 
-    The values are stored beside the run; they are computed again if measures or questions change.
+    The values are stored beside the run, and are computed again if other models, measures or
+    questions are wanted.
     """
     directory = carry_out(run, config, folder)
     wanted = _measures_of(experiment, run.arm)
     measures = sorted(wanted - _REPORTED)
-    about = {"measures": measures, "questions": {g.name: len(g.rows) for g in groups}}
+    adapters = _adapters(experiment, run, directory)
+    questions = {group.name: len(group.rows) for group in groups}
+    about = {"measures": measures, "questions": questions, "models": list(adapters)}
     file = directory.parent / "measured.jsonl"
     before, records = read_records(file) if file.is_file() else ({}, [])
     if before != about:
         measuring, records = Measuring(config), []
-        for name, adapter in _adapters(experiment, run, directory).items():
+        for name, adapter in adapters.items():
             values = measuring.values(adapter, groups, measures)
             records += [Record(run.arm, name, run.seed, *found) for found in values]
         write_records(file, about, records)
@@ -151,15 +154,10 @@ class Measuring:
 
     def _scores_of_texts(self, model: WholeModel, group: Group) -> list[dict[str, float]]:
         """Return the scores of the text that greedy decoding generates for each question."""
-        texts = generate_texts(
-            model=model,
-            tokenizer=self._tokenizer,
-            prompts=tokenize_prompts(group.rows, self._tokenizer),
-            batch_size=16,
-            max_new=self._config.evaluate.max_new_tokens,
-        )
-        references = [row.messages[-1]["content"] for row in group.rows]
-        pairs = zip(texts, references, strict=True)
+        asked = prompts_of_answers(group.rows, self._tokenizer, self._config.data.max_length)
+        prompts, new = [each.tokens for each in asked], self._config.evaluate.max_new_tokens
+        texts = generate_texts(model, self._tokenizer, prompts, batch_size=16, max_new=new)
+        pairs = zip(texts, (each.reference for each in asked), strict=True)
         return [{"answer": float(a == b)} | score([a], [b]) for a, b in pairs]
 
     def _log_probabilities(

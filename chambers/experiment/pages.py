@@ -4,11 +4,11 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from chambers.experiment.plan import Experiment, Measure, Table
+from chambers.experiment.plan import Experiment, Measure, Reported, Table
 from chambers.experiment.results import ALL, CONSTANT, Interval, Record, Row, rows_of
 
 _UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
@@ -31,21 +31,21 @@ def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path)
 
 
 def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
-    """Return a table or, if no trained model beats a constant answer, a line that says so."""
-    constant = next((row for row in rows if row.arm == CONSTANT), None)
+    """Return a table of the columns in which a trained model beats a constant answer, if any."""
+    constant = next((row.cells for row in rows if row.arm == CONSTANT), {})
     trained = [row for row in rows if row.arm != CONSTANT and experiment.arms[row.arm].trained]
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))
-    if constant is not None and all(
-        row.cells[column].low <= constant.cells[column].mean
-        for row in trained
-        for column in columns
-    ):
-        value = _text(constant.cells[columns[-1]].mean, table.measure)
-        return (
-            "Not compared: no trained model is better than the same answer to every question "
-            f"({value}).\n"
-        )
-    gains = list(next((row.gains for row in rows if row.gains), {}))
+    chance = [
+        column
+        for column, answer in constant.items()
+        if all(row.cells[column].low <= answer.mean for row in trained if column in row.cells)
+    ]
+    columns = [column for column in columns if column not in chance]
+    because = "no trained model is better than the same answer to every question"
+    note = f"Not compared, because {because}: {', '.join(chance)}.\n" if chance else ""
+    if not columns:
+        return note
+    gains = [each for each in next((row.gains for row in rows if row.gains), {}) if each in columns]
     heading = ["", *columns]
     for column in gains:
         heading += [f"{column} − {experiment.arms[table.against or ''].label}", "detectable"]
@@ -60,7 +60,9 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
             cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
     unit = _UNITS.get(table.measure, "%")
-    return "\n".join([f"In {unit}, with 95 % intervals over seeds and questions.", "", *lines, ""])
+    over = "clients" if table.measure in get_args(Reported) else "questions"
+    about = f"In {unit}, with 95 % intervals over seeds and {over}."
+    return "\n".join([about, "", *lines, f"\n{note}" if note else ""])
 
 
 def _published(table: Table, column: str) -> dict[str, float]:

@@ -84,9 +84,8 @@ class Experiment(Section):
     @property
     def shares_questions(self) -> bool:
         """Whether all seeds have the same questions: those of files, instead of generated ones."""
-        common = read_settings(self.presets) | self.settings
         pairs = product(self.sizes.values(), self.variants.values())
-        return any((common | size.settings | own).get("data.path") for size, own in pairs)
+        return any((self.settings | size.settings | own).get("data.path") for size, own in pairs)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Run:
     seed: int  # also determines how the data are divided
     client: str | None  # client that is trained alone; None if all are trained
     clients: int | None  # number of simulated clients; None for the default
-    settings: Mapping[str, Scalar] = field(hash=False)  # without presets, output-dir and state-path
+    settings: Mapping[str, Scalar] = field(hash=False)  # without output-dir and state-path
 
     @property
     def name(self) -> str:
@@ -108,9 +107,12 @@ class Run:
 
 
 def read_experiment(file: Path) -> Experiment:
-    """Read an experiment's file; raise ``CommandError`` if it is unreadable or a key is wrong."""
+    """Read an experiment's file, with the presets' settings among its settings.
+
+    Raise ``CommandError`` if the file or a preset is unreadable, or a key is wrong.
+    """
     try:
-        return Experiment.model_validate(tomllib.loads(read_bytes(file).decode()))
+        experiment = Experiment.model_validate(tomllib.loads(read_bytes(file).decode()))
     except ValidationError as error:
         problems = (
             f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}"
@@ -119,6 +121,8 @@ def read_experiment(file: Path) -> Experiment:
         raise CommandError(f"{file}: {'; '.join(problems)}") from error
     except ValueError as error:
         raise CommandError(f"{file} is not TOML: {error}") from error
+    settings = read_settings(experiment.presets) | experiment.settings
+    return experiment.model_copy(update={"settings": settings})
 
 
 def runs_of(

@@ -1,6 +1,7 @@
 """The values that an experiment records, and the numbers of its tables and heat maps."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,14 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.stats import nct, norm, t
 
 from chambers.experiment.plan import Experiment, Measure, Table
 from finetuning.files import write_file
 
 GLOBAL, BASE, CONSTANT = "global", "base", "constant"
-_RESAMPLES = 10_000
-# A difference of this many standard errors is detected at the 5 % level with 80 % power.
-_DETECTABLE = 1.96 + 0.84
 # For each seed, the values of its questions.
 BySeed = Sequence[NDArray[np.float64]]
 ALL, OWN, OTHERS = "all", "own", "others'"
@@ -60,39 +60,30 @@ class Interval:
     detectable: float  # smallest true mean that is detected with 80 % power
 
 
-def interval(values: BySeed, shared: bool = False) -> Interval:
-    """Return the mean of values and its interval, by a hierarchical bootstrap.
+def interval(
+    values: BySeed, shared: bool = False, lowest: float = -math.inf, highest: float = math.inf
+) -> Interval:
+    """Return the mean of values between ``lowest`` and ``highest``, and its interval.
 
-    Seeds are drawn with replacement, and so are questions within each seed; if all seeds have
-    ``shared`` questions, the same ones are drawn in each. The interval accounts for the choice of
-    seeds and of questions; with one seed, only for the choice of questions.
+    Two variances are added: that of the seeds' means, with Student's t distribution because seeds
+    are few, and that of the questions, with the normal distribution. If all seeds have ``shared``
+    questions, the latter is of each question's mean over seeds, so more seeds don't reduce it. The
+    former is also caused by the questions, so the interval is rather too wide.
     """
-    generator = np.random.default_rng(0)  # a fixed seed: the same results yield the same table
-    seeds = len(values)
-    drawn = generator.integers(seeds, size=(_RESAMPLES, seeds))
-    means = np.zeros(_RESAMPLES)
-    chosen = None
-    for number, of_seed in enumerate(values):
-        times = (drawn == number).sum(axis=1)
-        for copy in range(int(times.max(initial=0))):
-            if chosen is None or not shared:
-                chosen = generator.integers(len(of_seed), size=(_RESAMPLES, len(of_seed)))
-            means += (times > copy) * np.asarray(of_seed)[chosen].mean(axis=1)
-    means /= seeds
-    low, high = np.quantile(means, [0.025, 0.975])
-    mean = float(np.mean([np.mean(of_seed) for of_seed in values]))
-    return Interval(mean, float(low), float(high), _DETECTABLE * float(means.std()))
+    errors, seeds = [_error(of_seed) for of_seed in values], len(values)
+    of_questions = _error(np.mean(values, axis=0)) if shared else np.linalg.norm(errors) / seeds
+    means = np.array([of_seed.mean() for of_seed in values])
+    mean, freedom = float(means.mean()), max(1, seeds - 1)
+    limit = t.ppf(0.975, freedom)
+    few = np.array([limit, brentq(lambda mean: nct.sf(limit, freedom, mean) - 0.8, 0.0, 99.0)])
+    many = np.cumsum(norm.ppf([0.975, 0.8]))
+    half, detectable = np.hypot(few * _error(means), many * of_questions).tolist()
+    return Interval(mean, max(lowest, mean - half), min(highest, mean + half), detectable)
 
 
-def difference(values: BySeed, others: BySeed, shared: bool = False) -> Interval:
-    """Return the mean difference of two models, paired by seed and question.
-
-    Raise ``ValueError`` if the models have different numbers of seeds or questions.
-    """
-    if [len(each) for each in values] != [len(each) for each in others]:
-        raise ValueError("only values of the same seeds and questions can be paired")
-    pairs = zip(values, others, strict=True)
-    return interval([np.asarray(a) - np.asarray(b) for a, b in pairs], shared)
+def _error(values: NDArray[np.float64]) -> float:
+    """Return the standard error of the mean, 0 for a single value."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -123,16 +114,21 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
         lines = {name: _groups(model) for name, model in named.items()}
         against = [model for (arm, _), model in models.items() if arm == table.against]
         compared = {GLOBAL: {ALL: _mean(against)}} if against else {}
+    highest = math.inf if table.measure in {"loss", "distance"} else 1.0
     rows = []
+
+    def found(values: _Values, lowest: float) -> Interval:
+        return interval(_by_seed(values), shared, lowest, highest)
+
     for (arm, kind), line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
         other = compared.get(kind) or next(iter(compared.values()), {})
         gains = {
-            column: difference(_by_seed(line[column]), _by_seed(values), shared)
+            column: found({key: line[column][key] - own for key, own in values.items()}, -highest)
             for column, values in other.items()
             if arm not in {table.against, CONSTANT}
             and line.get(column, {}).keys() == values.keys()  # the same clients
         }
-        cells = {column: interval(_by_seed(values), shared) for column, values in line.items()}
+        cells = {column: found(values, 0.0) for column, values in line.items()}
         client = None if kind in {BASE, GLOBAL, _CLIENTS} else kind
         rows.append(Row(_label(experiment, arm, kind, lines), arm, client, cells, gains))
     return rows

@@ -110,11 +110,8 @@ class Read:
 
     def __call__(self) -> int:
         """Print the table."""
-        missing = [name for name in ("nltk", "scipy") if find_spec(name) is None]
-        if missing:
-            raise CommandError(
-                f"the table needs {' and '.join(missing)}: pip install 'chambers[sheet]'"
-            )
+        if find_spec("nltk") is None:
+            raise CommandError("the table needs nltk: pip install 'chambers[sheet]'")
         from chambers.sheet.blinding import read_key
         from chambers.sheet.results import evaluate
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
+from scipy.stats import t
+
 from chambers.errors import CommandError, read_bytes
 from chambers.sheet.blinding import CRITERIA, HIGHEST, LOWEST, Key
 
@@ -102,8 +104,6 @@ def _mean(scores: Scores, key: Key, model: str, criterion: str) -> str:
     means = [mean(values) for values in by_question.values()]
     if len(means) == 1:
         return f"{means[0]:.2f}"
-    from scipy.stats import t
-
     half_width = t.ppf(0.975, len(means) - 1) * stdev(means) / math.sqrt(len(means))
     return f"{mean(means):.2f} ± {half_width:.2f}"
 

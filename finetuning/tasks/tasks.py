@@ -39,12 +39,7 @@ TASKS: Mapping[str, Task] = {
     "copa": Task("COPA", "val", superglue.copa, metrics.accuracy, has_words=False),
     "multirc": Task("MultiRC", "val", superglue.multirc, metrics.multirc),
     "record": Task(
-        folder="ReCoRD",
-        held_out="val",
-        convert=superglue.record,
-        metrics=metrics.record,
-        has_classes=False,
-        has_words=False,
+        "ReCoRD", "val", superglue.record, metrics.record, has_classes=False, has_words=False
     ),
     "rte": Task("RTE", "val", superglue.rte, metrics.accuracy),
     "wic": Task("WiC", "val", superglue.wic, metrics.accuracy),

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load, save
 
 from finetuning.adapters.adapter import load_state
-from finetuning.devices import to_device
+from finetuning.devices import is_broken, to_device
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import config_digest, digest
 from finetuning.randomness import derive_seed, set_seed
@@ -59,6 +59,8 @@ def secured(plain: socket.socket, context: ssl.SSLContext, is_server: bool) -> A
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             plain.setsockopt(socket.IPPROTO_TCP, option, 10)  # also notice soon a host that is lost
+        # The kernel doesn't probe the other host while sent data are not acknowledged.
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100_000)  # milliseconds
         with context.wrap_socket(plain, server_side=is_server) as stream:
             stream.settimeout(3600.0)  # for one call; loading takes longest
             return stream.makefile("rwb")
@@ -118,6 +120,8 @@ class _Blocks:
                 _log.exception("a call failed")
                 answer, told = {}, {"error": reason_of(error)}
             send(stream, answer, **told)
+            if told and is_broken():
+                raise SystemExit("a kernel has failed on the GPU: start this process again")
 
     def _on_load(self, _: Tensors, model: Any, split: Any, expected: str) -> Tensors:
         """Load the blocks: the body of the partition in the settings ``split``."""

@@ -34,7 +34,7 @@ def build() -> Path:
     """Compile the library, or find it in the cache for this source and version of torch.
 
     Raises:
-        NotBuiltError: There is no compiler, or torch already has kernels for CUDA.
+        NotBuiltError: There is no compiler, it fails, or torch already has kernels for CUDA.
 
     """
     if torch.version.cuda or torch.version.hip:
@@ -54,7 +54,8 @@ def build() -> Path:
     folders = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     libraries = ["-lc10", "-ltorch_cpu"]
     command = [compiler, *options, *folders, str(SOURCE), *libraries, "-o", str(aside)]
-    subprocess.run(command, check=True)
+    if subprocess.run(command, check=False).returncode:
+        raise NotBuiltError("the fake accelerator can't be compiled; see the compiler's messages")
     aside.rename(library)
     return library
 

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from chambers.__main__ import parse
 from chambers.endpoint.answering import Answerer, Limits
 from chambers.endpoint.routes import routes
-from chambers.models import Draft, find_draft
+from chambers.models import Draft, find, find_draft
+from chambers.sources import AdapterOptions
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
 from tests.chambers.browser import browser, needs_browser
@@ -119,10 +120,11 @@ def test_drafts_change_neither_answers_nor_log_probabilities(run_folder, tmp_pat
     # With top_p near 0, the likeliest token is drawn, but log-probabilities are the model's own.
     narrow = logprobs | {"temperature": 0.5, "top_p": 1e-6}
     options = (logprobs, narrow, {"stop": word}, {"max_tokens": 40})
+    source = find(AdapterOptions(model=str(base)), None)
     with serving_here(tmp_path, run_folder) as (_, files):
         for draft in (
             Draft({"prompt_lookup_num_tokens": 3}, 3),
-            find_draft(str(base), load_tokenizer(base)),
+            find_draft(str(base), load_tokenizer(base), [source]),
         ):
             with answering(own, "--invitation", files["alpha"], draft=draft) as (client, _):
                 for changed in options:
@@ -382,6 +384,7 @@ BAD = {
     "no messages": ({"messages": []}, 400, "messages: "),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
     "tools": ({"tools": [{"type": "function"}]}, 400, "tools: "),
+    "stop": ({"stop": ["a"] * 5}, 400, "stop.*at most 4 items"),
     "choices": ({"n": 2}, 400, "n: Input should be 1"),
     "format": ({"response_format": {"type": "json_object"}}, 400, "response_format"),
 }

@@ -10,14 +10,17 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig
 
+from chambers.__main__ import main
+from chambers.models import NO_DRAFT, Source, find_draft
 from client_app.state import ClientState
 from federation.run_config import parse_run_config
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.files import write_json
 from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
+from finetuning.settings import ModelSettings
 from split.model.loading import tensors_of
 from split.model.partition import partition_of
 from tests.chambers.conftest import CLIENTS, ROOT, refused, serve, told, write_run
@@ -154,6 +157,28 @@ def test_a_draft_needs_the_model_s_tokenizer(base, tmp_path, capsys):
     (other / "tokenizer.json").write_text(json.dumps(tokens))
     refusal = refused(capsys, "generate", "--model", base, "--draft", other, *QUESTIONS)
     assert f"--draft {other}: its tokenizer is not that of the model" in refusal
+    wider = tmp_path / "wider"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    rows = model.get_input_embeddings().num_embeddings
+    model.resize_token_embeddings(rows + 8)
+    model.save_pretrained(wider)
+    for file in base.glob("tokenizer*"):
+        shutil.copy(file, wider)
+    refusal = refused(capsys, "generate", "--model", base, "--draft", wider, *QUESTIONS)
+    assert f"its vocabulary has {rows + 8} tokens, the model's {rows}" in refusal
+
+
+def test_models_that_cannot_verify_drafts_go_on_without(prefix_run, base, tmp_path, capsys):
+    words = ["generate", *NEW, "--adapter", prefix_run / "adapters" / "global", "a b c a b c a b"]
+    expected = told(capsys, *words)
+    assert main([*map(str, words), "--draft", "prompt"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == expected
+    assert "--draft has no effect with a prefix adapter on a whole model" in shown.err
+    MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
+    source = Source(ModelSettings(), tmp_path)
+    assert find_draft("prompt", load_tokenizer(base), [source]) == NO_DRAFT
+    assert "no effect with recurrent layers" in capsys.readouterr().err
 
 
 def test_half_a_surrogate_pair_in_an_unused_field_is_kept(base, tmp_path, capsys):

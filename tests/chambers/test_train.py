@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from chambers.__main__ import main
 from chambers.actors import Machine, count_actors, gpus_of_each, plan, this_machine
+from chambers.cluster import gpus_of_actor
 from chambers.errors import END_SIGNALS, CommandError
 from chambers.train import read_settings
 from federation.run_config import parse_run_config
@@ -294,6 +295,22 @@ def test_clients_share_gpus():
     assert gpus_of_each(actors=2, gpus=2) == 1
     assert gpus_of_each(actors=5, gpus=2) == 0.3333
     assert gpus_of_each(actors=5, gpus=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "expected"),
+    [
+        ({}, [1, 1, 0, 1], 1),
+        ({}, [0, 0], 0),
+        ({"model.devices": "all"}, [4, 2], 2),
+        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [1, 1, 1, 1], 1),
+        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [4, 4], 4),
+        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [1], 0.5),
+    ],
+)
+def test_no_client_has_gpus_of_several_hosts(settings, gpus, expected):
+    hosts = [Machine(cores=16, memory=2**40, gpus=each) for each in gpus]
+    assert gpus_of_actor(parse_run_config(settings), 2, hosts) == expected
 
 
 @pytest.fixture

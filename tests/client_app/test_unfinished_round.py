@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 from functools import partial
@@ -20,27 +21,33 @@ TURNS = [{"role": "user", "content": ""}] * 60 + [{"role": "assistant", "content
 
 
 class Killing(UnfinishedRound):
-    """Kill this process after the checkpoint of alpha's second step."""
+    """Kill this process after the checkpoint of one of alpha's steps."""
+
+    step: int
 
     def save_if_due(self, progress, parameters, optimizer):
         super().save_if_due(progress, parameters, optimizer)
-        if self._task.institution.name == "alpha" and len(progress.losses) == 2:
+        if self._task.institution.name == "alpha" and len(progress.losses) == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_until_killed(run):
-    fedjudge.UnfinishedRound = Killing
+def run_until_killed(run, step):
+    fedjudge.UnfinishedRound, Killing.step = Killing, step
     run()
 
 
 def killed(run):
-    process = get_context("spawn").Process(target=run_until_killed, args=(run,))
+    """Kill a run after a random step, and return the step."""
+    step = random.randrange(1, STEPS)
+    process = get_context("spawn").Process(target=run_until_killed, args=(run, step))
     process.start()
-    process.join(300)
+    process.join(900)
     assert process.exitcode == -signal.SIGKILL
+    return step
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["", nightly("smollm2")])
 @pytest.mark.parametrize(
     "changed",
     [
@@ -50,18 +57,19 @@ def killed(run):
     ],
     ids=lambda changed: changed["strategy"],
 )
-def test_a_killed_client_s_round_equals_an_unbroken_one(values, tmp_path, caplog, changed):
+def test_a_killed_client_s_round_equals_an_unbroken_one(values, tmp_path, caplog, changed, model):
     values |= changed | {"rounds": 2, "train.local-steps": STEPS}
+    values |= {"model.name": model} if model else {}
     values |= {"adapter.dropout": 0.1, "train.checkpoint-minutes": 1e-9}
     first = run_in_process(values, tmp_path / "unbroken", 3, rounds=1)
     begun = first.progress, first.adapters[1]
     shutil.copytree(tmp_path / "unbroken", tmp_path / "killed")
     unbroken = run_in_process(values, tmp_path / "unbroken", 3, start=begun)
     again = partial(run_in_process, values, tmp_path / "killed", 3, start=begun)
-    killed(again)
+    step = killed(again)
     with caplog.at_level("INFO"):
         continued = again()
-    assert "alpha, round 2: continuing after step 2" in caplog.text
+    assert f"alpha, round 2: continuing after step {step}" in caplog.text
     assert same(continued.adapters[2], unbroken.adapters[2])
     assert all(same(continued.kept[name], unbroken.kept[name]) for name in unbroken.kept)
     losses = [

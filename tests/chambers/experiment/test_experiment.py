@@ -9,6 +9,7 @@ from chambers.__main__ import main
 from chambers.experiment.command import RESULTS
 from chambers.experiment.plan import read_experiment, runs_of
 from chambers.experiment.results import Record, write_records
+from federation.run_config import parse_run_config
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = """
@@ -114,13 +115,12 @@ def test_seeds_share_the_questions_of_files_wherever_data_path_is_set(file, tmp_
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (ROOT / "experiments").glob("*.toml")])
-def test_shipped_experiments_can_be_run(name, tmp_path, capsys):
-    """They are refused only because the output folder exists."""
-    file = ROOT / "experiments" / f"{name}.toml"
-    for size in read_experiment(file).sizes:
-        words = ["--size", size, "--output", str(tmp_path)]
-        assert main(["experiment", str(file), *words]) == 2
-        assert "add --resume" in capsys.readouterr().err
+def test_shipped_experiments_have_valid_settings(name):
+    experiment = read_experiment(ROOT / "experiments" / f"{name}.toml")
+    clients = dict.fromkeys(experiment.variants, GROUPS)
+    for size in experiment.sizes.values():
+        for run in runs_of(experiment, size, clients):
+            parse_run_config({"min-nodes": 1, **run.settings})
 
 
 def records(together):
@@ -239,8 +239,14 @@ def test_models_that_are_no_better_than_a_constant_are_not_compared(file, tmp_pa
     write_records(tmp_path / RESULTS, {}, same)
     assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
     page = capsys.readouterr().out
-    assert "no trained model is better than the same answer to every question (8)" in page
+    groups = ", ".join((*GROUPS, "all"))
+    assert f"no trained model is better than the same answer to every question: {groups}." in page
     assert "|" not in page
+    # Of the columns, only the one in which a model is better remains.
+    write_records(tmp_path / RESULTS, {}, records(together=GROUPS[1:2]))
+    assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
+    page = capsys.readouterr().out
+    assert "|  | school-2 |" in page and "to every question: school-1, school-3, all." in page
 
 
 @pytest.mark.slow
@@ -279,7 +285,16 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     assert {(line["group"], len(line["values"])) for line in lines} == {(g, 2) for g in GROUPS}
     assert main([*words, "--render"]) == 0
     assert capfd.readouterr().out == shown.out
-    file.write_text(whole.replace("rounds = 1", "rounds = 2"))
+    file.write_text(whole.replace("personalised = true", ""))
+    write_records(folder / RESULTS, about | {"commit": "earlier"}, [])
+    assert main([*words, "--resume"]) == 0
+    capfd.readouterr()
+    renewed, *lines = map(json.loads, (folder / RESULTS).read_text().splitlines())
+    assert renewed["commit"] == f"earlier, {about['commit']}"
+    assert not any(line["model"] in GROUPS for line in lines)
+    preset = tmp_path / "preset.toml"
+    preset.write_text("rounds = 2")
+    file.write_text(f'presets = ["{preset}"]\n{whole}'.replace("rounds = 1\n", ""))
     assert main([*words, "--resume"]) == 2
     assert "settings (rounds); name another folder" in capfd.readouterr().err
 

@@ -3,13 +3,16 @@
 import json
 
 import pytest
+import torch
 
 from chambers.experiment.measuring import Measuring, measure_untrained
 from chambers.experiment.plan import Experiment
 from chambers.experiment.questions import groups_of
 from federation.run_config import parse_run_config
+from finetuning.data.prompts import tokenize_prompts
 from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.held_out import held_out_loss
+from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
 from finetuning.model.whole_model import WholeModel
 
@@ -46,3 +49,27 @@ def test_a_loss_is_the_held_out_loss_of_each_question(checkpoint):
         examples, _ = tokenize(group.rows, base.tokenizer, config.data.max_length)
         expected = [held_out_loss(model, [example], padding, 1).loss for example in examples]
         assert found[group.name] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_article_is_right_if_it_is_the_likeliest(checkpoint):
+    config = parse_run_config({"model.name": str(checkpoint), "data.generated": "matters"})
+    groups = groups_of(config, "", seed=3, count=8)
+    base = load_base_model(config.model)
+    model, tokenizer = base.model, base.tokenizer
+
+    def log_probability(prompt, beginning):
+        answer = tokenizer(beginning, add_special_tokens=False, return_tensors="pt").input_ids[0]
+        tokens = torch.cat([prompt, answer])[None]
+        with torch.no_grad():
+            values = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return values.gather(1, answer[:, None]).sum().item()
+
+    found = Measuring(config).values(None, groups, ["article"])
+    for group, (_, _, values) in zip(groups, found, strict=True):
+        expected = []
+        for prompt, article in zip(
+            tokenize_prompts(group.rows, tokenizer), group.articles, strict=True
+        ):
+            scores = {a: log_probability(prompt, text) for a, text in matters.beginnings().items()}
+            expected.append(float(max(scores, key=scores.get) == article))
+        assert values == expected

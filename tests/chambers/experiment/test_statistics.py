@@ -1,54 +1,62 @@
-"""Means, intervals and paired differences."""
+"""Means and intervals of values that several seeds have measured."""
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_1samp
 
-from chambers.experiment.results import difference, interval
+from chambers.experiment.results import interval
 
 
-def drawn(seeds, questions, mean=0.0, seed=0):
+def drawn(seeds, questions, mean=0.0, seed=0, apart=0.0):
+    """Draw values whose seeds' means vary with the standard deviation ``apart``."""
     generator = np.random.default_rng(seed)
-    return [generator.normal(mean, 1.0, questions) for _ in range(seeds)]
+    means = generator.normal(mean, apart, seeds)
+    return [generator.normal(each, 1.0, questions) for each in means]
 
 
 def test_with_one_seed_an_interval_is_that_of_the_mean_over_questions():
     (values,) = drawn(1, 400, mean=3.0)
-    found = interval([values])
-    error = values.std() / np.sqrt(400)
+    found, error = interval([values]), values.std(ddof=1) / 20
     assert found.mean == pytest.approx(values.mean())
-    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
-    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
-    assert found.detectable == pytest.approx(2.8 * error, rel=0.05)
+    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.01 * error)
+    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.01 * error)
+    assert found.detectable == pytest.approx(2.8 * error, rel=0.01)
 
 
-def test_seeds_that_differ_widen_an_interval():
-    same = [np.zeros(100) + noise for noise in drawn(5, 100)]
-    apart = [values + shift for values, shift in zip(same, (-2, -1, 0, 1, 2), strict=True)]
-    narrow, wide = interval(same), interval(apart)
-    # A bootstrap of five equidistant means: the standard error is their deviation / √5.
-    assert wide.high - wide.low == pytest.approx(2 * 1.96 * np.sqrt(2.0) / np.sqrt(5), rel=0.1)
-    assert narrow.high - narrow.low < 0.3 * (wide.high - wide.low)
+def test_if_seeds_differ_an_interval_is_that_of_a_t_test_over_seeds():
+    values = drawn(3, 10_000, apart=1.0)
+    expected = ttest_1samp([each.mean() for each in values], 0.0).confidence_interval(0.95)
+    found = interval(values)
+    assert (found.low, found.high) == pytest.approx(tuple(expected), abs=0.02)
 
 
-def test_most_intervals_contain_the_mean():
-    found = [interval(drawn(8, 30, mean=1.0, seed=seed)) for seed in range(24)]
-    assert sum(each.low <= 1.0 <= each.high for each in found) >= 20
+@pytest.mark.parametrize("apart", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("shared", [False, True])
+def test_intervals_of_three_seeds_contain_the_mean(apart, shared):
+    def values(seed):
+        common = drawn(1, 24, seed=10_000 + seed)[0] if shared else 0.0
+        return [each + common for each in drawn(3, 24, mean=1.0, seed=seed, apart=apart)]
+
+    found = [interval(values(seed), shared) for seed in range(400)]
+    assert sum(each.low <= 1.0 <= each.high for each in found) >= 0.93 * 400
+
+
+def test_a_detectable_mean_is_detected_in_four_of_five_experiments():
+    mean = interval([np.full(24, each) for each in (-2.0, 0.0, 2.0)]).detectable
+    found = [interval(drawn(3, 24, mean, seed, apart=2.0)) for seed in range(400)]
+    assert 0.75 <= np.mean([each.low > 0 for each in found]) <= 0.85
 
 
 def test_questions_that_all_seeds_share_count_once():
     (values,) = drawn(1, 100)
     one, three = interval([values]), interval([values] * 3, shared=True)
-    assert three.high - three.low == pytest.approx(one.high - one.low, rel=0.05)
+    assert three.high - three.low == pytest.approx(one.high - one.low)
     apart = interval([values] * 3)
-    assert apart.high - apart.low < 0.8 * (one.high - one.low)
+    assert apart.high - apart.low < 0.6 * (one.high - one.low)
 
 
-def test_pairing_removes_what_questions_have_in_common():
-    common = [10 * values for values in drawn(3, 50)]
-    noise = drawn(3, 50, seed=1)
-    better = [a + 0.5 + b / 10 for a, b in zip(common, noise, strict=True)]
-    found = difference(better, common)
-    assert found.low > 0 and found.mean == pytest.approx(0.5, abs=0.1)
-    assert difference(common, common).low == difference(common, common).high == 0
-    with pytest.raises(ValueError, match="paired"):
-        difference(better, common[:2])
+def test_an_interval_ends_at_the_possible_values():
+    found = interval([np.array([1.0, 0.0, 1.0, 1.0])], lowest=0.5, highest=1.0)
+    assert (found.low, found.mean, found.high) == (0.5, 0.75, 1.0)
+    same = interval([np.array([0.25])] * 2)
+    assert same.low == same.high == 0.25
