@@ -164,8 +164,7 @@ def compare_with_whole(core: Collection[int], pairs: int) -> None:
 def compare_drafts(core: Collection[int], pairs: int) -> None:
     """Measure generation with and without drafts, and print the table."""
     job, tokenizer = smollm2()
-    source = Source(FLOAT32, job.directory)
-    draft = find_draft("prompt", tokenizer, [source]).settings
+    draft = find_draft("prompt", tokenizer, [Source(FLOAT32, job.directory)]).settings
     prompts = tokenize_prompts(prompt_rows([*_PROMPTS.values()]), tokenizer)
     table = make_table(
         *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")

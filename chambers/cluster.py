@@ -63,7 +63,10 @@ def gpus_of_actor(config: RunConfig, clients: int, hosts: Sequence[Machine]) -> 
     owned = [host.gpus for host in hosts if host.gpus]
     turns = len(owned) if config.model.devices == "all" else sum(owned)
     wanted = gpus_of_each(clients if trains_at_once(config) else turns, sum(owned))
-    return min([wanted, *owned])
+    share = min([wanted, *owned])
+    while trains_at_once(config) and share > 1 and sum(n // share for n in owned) < clients:
+        share -= 1
+    return share
 
 
 def _check_hosts(ray: Any, values: Mapping[str, Scalar], shared: str) -> list[Machine]:

@@ -56,7 +56,7 @@ class Run:
         status = run_app(app, superlink, values, write=write)
         if status == COMPLETED:
             return 0
-        print(f"chambers run: {status.partition(': ')[2] or status}", file=sys.stderr)
+        print(f"chambers run: {status.partition(': ')[2]}", file=sys.stderr)
         return 1
 
 

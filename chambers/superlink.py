@@ -170,8 +170,10 @@ def _status(superlink: SuperLink, run: str, log: str) -> str:
         )
     found = json.loads(listing.stdout)["runs"][0]
     status, details = str(found["status"]), str(found.get("status-details", ""))
-    if status in {COMPLETED, "finished:stopped"}:
+    if status == COMPLETED:
         return status
+    if status == "finished:stopped":
+        return f"{status}: the run was stopped"
     reason = details.removeprefix(_FAILED).strip()
     if reason in _UNSAID:
         written = superlink.log.read_bytes() if superlink.log.exists() else b""

@@ -125,7 +125,7 @@ def test_the_package_installs_and_trains_without_a_network(
     built, tmp_path, checkpoint, client_folders
 ):
     enter = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    if subprocess.run([*enter, "true"], check=False, capture_output=True).returncode != 0:
+    if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode:
         pytest.skip("network namespaces are not permitted")
     wheels, folder = tmp_path / "wheels", tmp_path / "environment"
     wheels.mkdir()

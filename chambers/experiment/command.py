@@ -66,7 +66,7 @@ class Experimenting:
     def _measure(self, experiment: Experiment, size: Size, folder: Path) -> None:
         from chambers.experiment.measuring import check_settings, measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
-        from chambers.experiment.results import read_records, write_records
+        from chambers.experiment.results import write_records
 
         common = experiment.settings | size.settings
         configs = {
@@ -85,6 +85,8 @@ class Experimenting:
             for seed in size.seeds
         }
         folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "commits.txt").open("a", encoding="utf-8") as file:
+            print(_commit(), file=file)  # a continued experiment keeps the results before
         for run in runs:
             check_settings(run, folder)
         with ProcessPoolExecutor(
@@ -107,17 +109,15 @@ class Experimenting:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        results = folder / RESULTS
-        before = read_records(results)[0]["commit"].split(", ") if results.is_file() else []
+        commits = (folder / "commits.txt").read_text(encoding="utf-8").split()
         about = {
             "experiment": self.file.name,
             "size": self.size,
-            # A continued experiment may keep results of an earlier commit.
-            "commit": ", ".join(dict.fromkeys([*before, _commit()])),
+            "commit": ", ".join(dict.fromkeys(commits)),
             "versions": {name: version(name) for name in _LIBRARIES},
             "runs": {run.name: dict(run.settings) for run in runs},
         }
-        write_records(results, about, records)
+        write_records(folder / RESULTS, about, records)
 
     def _checked(
         self, settings: Mapping[str, Scalar], place: str, clients: int | None = None

@@ -41,8 +41,8 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
         if all(row.cells[column].low <= answer.mean for row in trained if column in row.cells)
     ]
     columns = [column for column in columns if column not in chance]
-    because = "no trained model is better than the same answer to every question"
-    note = f"Not compared, because {because}: {', '.join(chance)}.\n" if chance else ""
+    because = "no trained model was shown to be better than the same answer to every question"
+    note = f"Left out, because {because}: {', '.join(chance)}.\n" if chance else ""
     if not columns:
         return note
     gains = [each for each in next((row.gains for row in rows if row.gains), {}) if each in columns]
@@ -89,9 +89,8 @@ def _cell(value: Interval | None, measure: Measure) -> str:
 def _gain(gain: Interval | None, measure: Measure) -> list[str]:
     if gain is None:
         return ["", ""]
-    text = _cell(gain, measure)
-    includes_0 = gain.low <= 0 <= gain.high
-    return [text if includes_0 else f"**{text}**", _text(gain.detectable, measure)]
+    text, detectable = _cell(gain, measure), _text(gain.detectable, measure)
+    return [text if gain.low <= 0 <= gain.high else f"**{text}**", detectable]
 
 
 def _csv(rows: Sequence[Row]) -> str:
@@ -112,9 +111,8 @@ def _heat_map(table: Table, rows: Sequence[Row]) -> str:
 
     groups = [group for group in rows[0].cells if group != ALL]
     values = np.array([[row.cells[group].mean for group in groups] for row in rows])
-    size = (2.5 + 1.3 * len(groups), 1.2 + 0.5 * len(rows))  # inches
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": table.name, "font.size": 10}):
-        figure = Figure(size, layout="constrained")
+        figure = Figure((2.5 + 1.3 * len(groups), 1.2 + 0.5 * len(rows)), layout="constrained")
         axes = figure.subplots()
         colours = "Blues_r" if table.measure == "loss" else "Blues"
         image = axes.imshow(values, cmap=colours, aspect="auto", vmin=0)

@@ -102,7 +102,8 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
 
     Each arm is compared with the arm ``against``, question by question. For columns ``own``, models
     are compared with that arm's models of the same kind or, if it has none, of its first kind. For
-    columns ``groups``, each model is compared with the mean of that arm's models.
+    columns ``groups``, each model is compared with that arm's global model or, if it has none, with
+    the mean of its models.
     """
     models, shared = _models(records, table.measure), experiment.shares_questions
     arms = [CONSTANT, *table.arms]
@@ -112,8 +113,9 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
         compared = {kind: line for (arm, kind), line in lines.items() if arm == table.against}
     else:
         lines = {name: _groups(model) for name, model in named.items()}
-        against = [model for (arm, _), model in models.items() if arm == table.against]
-        compared = {GLOBAL: {ALL: _mean(against)}} if against else {}
+        against = {kind: model for (arm, kind), model in models.items() if arm == table.against}
+        chosen = [against[GLOBAL]] if GLOBAL in against else [*against.values()]
+        compared = {GLOBAL: {ALL: _mean(chosen)}} if against else {}
     highest = math.inf if table.measure in {"loss", "distance"} else 1.0
     rows = []
 

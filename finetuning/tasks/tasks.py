@@ -44,12 +44,7 @@ TASKS: Mapping[str, Task] = {
     "rte": Task("RTE", "val", superglue.rte, metrics.accuracy),
     "wic": Task("WiC", "val", superglue.wic, metrics.accuracy),
     "wsc": Task(
-        folder="WSC",
-        held_out="val",
-        convert=superglue.wsc,
-        metrics=metrics.winograd,
-        complete=superglue.with_other_nouns,
-        has_words=False,
+        "WSC", "val", superglue.wsc, metrics.winograd, superglue.with_other_nouns, has_words=False
     ),
     "cnn-dailymail": _generated("cnn_dailymail", "test", generated_text.cnn_dailymail, _summaries),
     "xsum": _generated("xsum", "test", generated_text.xsum, _summaries),

@@ -306,11 +306,15 @@ def test_clients_share_gpus():
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [1, 1, 1, 1], 1),
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [4, 4], 4),
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [1], 0.5),
+        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [3, 3, 1], 1),
     ],
 )
 def test_no_client_has_gpus_of_several_hosts(settings, gpus, expected):
     hosts = [Machine(cores=16, memory=2**40, gpus=each) for each in gpus]
     assert gpus_of_actor(parse_run_config(settings), 2, hosts) == expected
+    # Three clients at once have room on two hosts only with one GPU each.
+    together = parse_run_config({"strategy": "fl-glm", "split.schedule": "client-batch"})
+    assert gpus_of_actor(together, 3, [Machine(16, 2**40, 3)] * 2) == 1
 
 
 @pytest.fixture
