@@ -15,10 +15,8 @@ from tests.conftest import write_rows
 
 
 @pytest.fixture
-def court(tmp_path, monkeypatch, checkpoint):
-    """Return what joins an institution that has received all files."""
-    for name in ("FLWR_HOME", "PATH"):  # the command changes these variables
-        monkeypatch.setenv(name, os.environ.get(name, ""))
+def court(tmp_path, checkpoint):
+    """Yield what joins an institution that has received all files."""
     coordinator, folder = tmp_path / "coordinator", tmp_path / "court"
     open_authority(coordinator).issue(coordinator, ["localhost", *INSIDE], 365)
     open_instructions(coordinator)
@@ -29,7 +27,10 @@ def court(tmp_path, monkeypatch, checkpoint):
     write_rows(data, 8, seed=1)
     words = ["site", "join", "--name", "court", "--folder", folder, "--wait", "0"]
     words += ["--data", data.parent, "--model", checkpoint, "--coordinator"]
-    return coordinator, folder, [str(word) for word in words]
+    environment = dict(os.environ)
+    yield coordinator, folder, [str(word) for word in words]
+    os.environ.clear()  # the command takes over the host's environment
+    os.environ.update(environment)
 
 
 def test_what_is_missing_is_named_before_anything_is_written(court, capsys):
