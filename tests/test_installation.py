@@ -141,7 +141,10 @@ def test_the_package_installs_and_trains_without_a_network(
     chambers = [*enter, folder / "bin" / "chambers"]
     for words in (
         ["site", "coordinator", "localhost"],
-        ["train", f"model.name={checkpoint}", f"data.path={client_folders}", "rounds=1"],
+        [
+            *("train", f"model.name={checkpoint}", f"data.path={client_folders}", "rounds=1"),
+            *("output-dir=runs", "state-path=state"),
+        ],
     ):
         subprocess.run([*chambers, *words], check=True, env=environment, cwd=tmp_path)
     (run,) = (tmp_path / "runs").iterdir()

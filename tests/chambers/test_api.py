@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import httpx
@@ -474,23 +474,28 @@ def test_the_page_has_all_that_it_needs(whole):
 
 
 @pytest.mark.slow
-def test_another_client_of_openais_api_is_answered(whole, tmp_path):
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_another_client_of_openais_api_is_answered(whole, run_folder, tmp_path, capsys, is_merged):
     """The client is ``llm``, a command-line tool."""
-    client, _ = whole
-    about = [{"model_id": "court", "model_name": "global", "api_base": str(client.base_url)}]
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(about))
-    # Its plugin for SmolLM2 needs a package that isn't installed.
-    environment = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
-    for question, streamed in zip(QUESTIONS, ("--no-stream", "--"), strict=False):
-        options = ["--key", "none", "-o", "temperature", "0", "-o", "max_tokens", str(TOKENS)]
-        said = subprocess.run(
-            [sys.executable, "-m", "llm", "prompt", "-m", "court", *options, streamed, question],
-            env=os.environ | environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        assert said.strip() == text_of(ask(client, question))
+    name, model, folder = "global", whole, tmp_path / "merged"
+    with ExitStack() as stack:
+        if is_merged:
+            told(capsys, "merge", run_folder / "adapters" / "global", folder)
+            name, model = "base", stack.enter_context(answering("--model", folder))
+        about = [{"model_id": "court", "model_name": name, "api_base": str(model[0].base_url)}]
+        (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(about))
+        # Its plugin for SmolLM2 needs a package that isn't installed.
+        environment = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
+        for question, streamed in zip(QUESTIONS, ("--no-stream", "--"), strict=False):
+            options = ["--key", "none", "-o", "temperature", "0", "-o", "max_tokens", str(TOKENS)]
+            said = subprocess.run(
+                [sys.executable, "-m", "llm", "-m", "court", *options, streamed, question],
+                env=os.environ | environment,
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+            assert said.strip() == text_of(ask(whole[0], question))
 
 
 @pytest.mark.slow
