@@ -465,7 +465,10 @@ def test_drafts_follow_a_prefix(random_checkpoint):
 
 
 @pytest.mark.slow
-def test_sampled_texts_with_drafts_have_the_model_s_distribution(random_checkpoint, monkeypatch):
+@pytest.mark.parametrize("by_model", [False, True])
+def test_sampled_texts_with_drafts_have_the_model_s_distribution(
+    random_checkpoint, monkeypatch, by_model
+):
     """Compare the next two tokens with their probabilities by a chi-squared test."""
     monkeypatch.setattr(drafts, "_REPEATED", 1)
     scene = Scene(random_checkpoint("Llama"))
@@ -484,14 +487,16 @@ def test_sampled_texts_with_drafts_have_the_model_s_distribution(random_checkpoi
             for follower, part in zip(second.indices, second.values.softmax(-1), strict=True):
                 expected[int(token), int(follower)] = float(share * part)
     assert int(draft) in first.indices
+    if by_model:  # the base model, whose probabilities differ from the adapter's
+        settings["assistant_model"] = whole_model(scene.directory)
+    else:
+        settings["prompt_lookup_num_tokens"] = 2
     seen = Counter()
     with scene.serving() as server, scene.lane(server, client) as model:
         scene.choose(model)
         torch.manual_seed(0)
         for _ in range(300):
-            text = model.generate(
-                tokens, torch.ones_like(tokens), 2, prompt_lookup_num_tokens=2, **settings
-            )
+            text = model.generate(tokens, torch.ones_like(tokens), 2, **settings)
             seen[tuple(text[0, -2:].tolist())] += 1
         model.end()
     assert seen.keys() <= expected.keys()
