@@ -359,6 +359,24 @@ def test_cuts_and_a_killed_client_disturb_no_answer_and_leave_nothing(run_folder
     wait_until(lambda: resources()[0] <= threads and resources()[1] <= files, 60)
 
 
+@pytest.mark.slow
+def test_answers_over_several_lanes_at_once_are_the_whole_model_s(run_folder, tmp_path, whole):
+    own, _ = adapters(run_folder)
+    expected = [text_of(ask(whole[0], question)) for question in QUESTIONS]
+    with serving_here(tmp_path, run_folder) as (_, files), ExitStack() as stack:
+        clients = [
+            stack.enter_context(answering(own, "--invitation", files[name]))[0]
+            for name in ("alpha", "beta")
+        ]
+        pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
+
+        def answers(client):
+            return [text_of(ask(client, question)) for question in QUESTIONS]
+
+        for found in pool.map(answers, clients):
+            assert found == expected
+
+
 def test_a_full_queue_is_refused(run_folder):
     own, _ = adapters(run_folder)
     with answering(own, batch_size=1, queue=1) as (client, _), ThreadPoolExecutor(8) as pool:
