@@ -61,11 +61,12 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
 def gpus_of_actor(config: RunConfig, clients: int, hosts: Sequence[Machine]) -> float:
     """Return the number of GPUs per actor, which can't have GPUs of several hosts."""
     owned = [host.gpus for host in hosts if host.gpus]
-    turns = len(owned) if config.model.devices == "all" else sum(owned)
-    wanted = gpus_of_each(clients if trains_at_once(config) else turns, sum(owned))
-    share = min([wanted, *owned])
-    while trains_at_once(config) and share > 1 and sum(n // share for n in owned) < clients:
-        share -= 1
+    if not trains_at_once(config):
+        actors = len(owned) if config.model.devices == "all" else sum(owned)
+        return min([gpus_of_each(actors, sum(owned)), *owned])
+    share = min([gpus_of_each(clients, sum(owned)), *owned])
+    while share > 1 and sum(gpus // share for gpus in owned) < clients:
+        share -= 1  # not all actors fit on the hosts
     return share
 
 

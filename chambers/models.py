@@ -170,7 +170,7 @@ NO_DRAFT = Draft()
 def find_draft(name: str | None, tokenizer: Any, sources: Collection[Source]) -> Draft:
     """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
 
-    If some of the models, which have the same base, can't verify drafts, say so and return
+    If one of the models, which have the same base, can't verify drafts, print that and return
     `NO_DRAFT`. Raise ``CommandError`` if the tokenizer or the vocabulary of the small model
     differs from theirs.
     """

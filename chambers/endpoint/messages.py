@@ -49,7 +49,7 @@ class Parameters(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-_LARGEST_SEED, le=_LARGEST_SEED)
-    stop: Annotated[list[str], Field(max_length=4)] | str | None = None  # each costs time
+    stop: Annotated[list[str], Field(max_length=4)] | str | None = None  # checked per token
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None

@@ -59,9 +59,8 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
         for values in filter(None, (_published(table, column) for column in columns)):
             cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
-    unit = _UNITS.get(table.measure, "%")
     over = "clients" if table.measure in get_args(Reported) else "questions"
-    about = f"In {unit}, with 95 % intervals over seeds and {over}."
+    about = f"In {_UNITS.get(table.measure, '%')}, with 95 % intervals over seeds and {over}."
     return "\n".join([about, "", *lines, f"\n{note}" if note else ""])
 
 
