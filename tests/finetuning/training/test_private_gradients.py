@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from finetuning.adapters.adapter import attach_adapter, export_adapter, trainabl
 from finetuning.data.batching import collate
 from finetuning.model.base_model import BaseModelError, load_base_model
 from finetuning.model.whole_model import WholeModel
-from finetuning.randomness import normal, uniform
+from finetuning.randomness import normal, secret_stream, uniform
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import (
@@ -174,6 +175,38 @@ def resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])
+
+
+def test_each_step_of_a_round_has_its_own_noise_which_the_key_repeats(adapted, draw_examples):
+    """A killed round is continued with the same key."""
+    found: list[torch.Tensor] = []
+
+    class Recording(PrivateGradients):
+        def accumulate(self, *arguments: Any) -> list[float]:
+            losses = super().accumulate(*arguments)
+            found.append(torch.cat([p.grad.flatten() for p in self._parameters.values()]))
+            return losses
+
+    for _ in range(2):
+        model = adapted()
+        parameters, source = trainable_parameters(model), partial(secret_stream, bytes(32))
+        private = Recording(WholeModel(model), parameters, Noise(1.0, 1.0, 2.0), source)
+        local_round = LocalRound([[]] * 3, 0, 3, seed=0, deadline=time.monotonic() + 60)
+        train_round(private, parameters, draw_examples(2), 0, local_round, TrainSettings())
+    assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
+    correlations = torch.corrcoef(torch.stack(found[:3]))
+    torch.testing.assert_close(correlations, torch.eye(3), atol=0.15, rtol=0)
+
+
+def test_a_loss_that_is_not_finite_is_reported_as_0(adapted, draw_examples):
+    """Otherwise the round would end, and other parties would learn something about the row."""
+    model = adapted()
+    parameters = trainable_parameters(model)
+    private = PrivateGradients(WholeModel(model), parameters, Noise(1.0, 1.0, 2.0))
+    for parameter in parameters.values():
+        parameter.data.fill_(math.inf)
+    assert private.accumulate([collate(draw_examples(2), 0)], seed=0) == [0.0]
+    assert all(parameter.grad.isfinite().all() for parameter in parameters.values())
 
 
 def test_rows_without_a_gradient_or_with_an_infinite_one_disturb_nothing():
