@@ -200,6 +200,7 @@ BEYOND = {
         "these are not: loss",
     ),
     "weight": (put(with_one(2.0**30 + 128)), "beyond 2³⁰"),  # the next float32 value
+    "-weight": (put(with_one(-(2.0**30) - 128)), "beyond 2³⁰"),
 }
 
 

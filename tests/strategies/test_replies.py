@@ -10,6 +10,7 @@ from flwr.app import Array
 from chambers.in_process import InProcessGrid
 from federation.messages import ARRAYS
 from finetuning.adapters.weighted_mean import WeightedMean
+from strategies.replies import NotFiniteError, Replies
 from tests.in_process import MemoryJournal
 from tests.strategies.grids import NODES, start
 
@@ -45,6 +46,15 @@ def test_one_reply_is_in_memory_at_a_time(values, tmp_path):
     assert len(grid.given) == 15  # three evaluations and two rounds of three clients
     assert set(journal.kept) == {"alpha", "gamma"}
     assert not list(journal.scratch.glob("*"))
+
+
+def test_half_of_the_clients_are_not_most(tmp_path):
+    replies, asked = Replies(tmp_path / "replies"), ("alpha", "beta", "gamma", "delta")
+    replies.not_finite = ["alpha", "beta"]
+    replies.require_finite(MemoryJournal(), 1, asked)
+    replies.not_finite.append("gamma")
+    with pytest.raises(NotFiniteError, match="at alpha, beta, gamma"):
+        replies.require_finite(MemoryJournal(), 1, asked)
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (24, 12, 8), (1, 10**9, 3)])

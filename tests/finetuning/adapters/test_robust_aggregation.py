@@ -108,6 +108,14 @@ def test_honest_importance_stays_bit_for_bit(count, seed):
     assert all(states[key][name] is state[key] for name, state in clients.items() for key in "AB")
 
 
+@pytest.mark.parametrize(("share", "is_capped"), [(0.099, False), (0.101, True)])
+def test_what_is_above_five_times_the_typical_is_compared_with_the_rest(share, is_capped):
+    clients = {name: {"A": torch.ones(1000), "B": torch.zeros(10)} for name in NAMES[:3]}
+    clients["alpha"]["A"][0] = 5 + share * (999 + 5)
+    _, factors = capped(clients)
+    assert ("alpha" in factors) is is_capped
+
+
 @given(st.integers(2, 5), st.sampled_from([10.0, 1.0e3, 2.0**30]), st.booleans())
 def test_exaggerated_importance_becomes_what_is_typical(count, value, everywhere):
     honest = {NAMES[i]: importance(i) for i in range(1, count)}
