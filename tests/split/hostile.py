@@ -225,6 +225,11 @@ def end_of_step(
     return _sealed(sealer, Kind.STEP, content, step, acknowledged)
 
 
+def empty(sealer: Sealer, kind: Kind) -> bytes:
+    """Return a frame without content."""
+    return _sealed(sealer, kind, _payload({}, {}))
+
+
 def _altered(record: bytes, offset: int, content: bytes) -> bytes:
     return record[:offset] + content + record[offset + len(content) :]
 

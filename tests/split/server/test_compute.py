@@ -90,6 +90,35 @@ def test_a_small_generation_does_not_overtake_a_large_one(thread):
     assert thread.order == ["holds room", "loss", "large", "small"]
 
 
+OWN, OTHER = Owner(), Owner()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "seconds"),
+    [
+        ([(OTHER, 10)], 0.0),  # waits for the compute thread
+        ([(OTHER, 11)], 1.0),
+        ([(OWN, 11)], 0.0),
+        ([(OWN, 11), (OTHER, 0)], 0.0),  # needs no budget
+        ([(OWN, 11), (OTHER, 1)], 1.0),  # may not overtake
+    ],
+)
+def test_only_budget_for_which_other_owners_wait_is_wanted(thread, waiting, seconds):
+    """The budget is 10; nothing else is computed meanwhile."""
+    found = []
+
+    def queue():
+        for owner, tokens in waiting:
+            thread.put("waiting", Priority.FORWARD, tokens, owner=owner)
+        thread.now += 1.0
+        found.append(thread.compute.seconds_wanted(OWN))
+        thread.compute.release(2)  # enough for all
+
+    thread.put("queue", Priority.CLEANUP, then=queue)
+    wait_until(lambda: len(thread.order) == 1 + len(waiting))
+    assert found == [seconds]
+
+
 def test_a_job_takes_those_of_others_that_wait_for_nothing_else(thread):
     taken, busy = [], Owner()
 

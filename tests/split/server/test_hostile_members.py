@@ -18,10 +18,13 @@ COUNTS = {"targets": 1, "step_targets": 1, "micro_batches": 1}
 
 
 @contextmanager
-def joined(base, beginning, names, steps=1, longest=4, **changes):
-    """Yield a server with ``client-batch``, and the members that have joined."""
+def joined(base, beginning, names, steps=1, longest=4, leaving=(), **changes):
+    """Yield a server with ``client-batch``, and the members that have joined.
+
+    Those who are ``leaving`` train only one step.
+    """
     split = split_settings(schedule="client-batch", **changes)
-    fields = {"steps": steps, "first_step": 0, "total_steps": steps, "longest": longest}
+    fields = {"first_step": 0, "total_steps": steps, "longest": longest, "wants_gradient": True}
     train = TRAIN.model_copy(update={"max_gradient_norm": 0.0})
     with serving(base, beginning, split, train=train) as server, ExitStack() as peers:
         server.begin_round(dict.fromkeys(names, 6), 0)
@@ -29,7 +32,8 @@ def joined(base, beginning, names, steps=1, longest=4, **changes):
         for name in names:
             invitation = server.invite_to_train(name, 1, 0, 60.0)
             member = members[name] = peers.enter_context(closing(hostile.Member(invitation)))
-            member.send(hostile.join(member.sealer, fields | {"wants_gradient": True}))
+            own = fields | {"steps": 1 if name in leaving else steps}
+            member.send(hostile.join(member.sealer, own))
         for member in members.values():
             awaited(member, Kind.WELCOME)
         yield server, members
@@ -43,6 +47,23 @@ def send_gradient(member, **named):
     """Wait for a micro-batch's output, and send its gradient."""
     awaited(member, Kind.HIDDEN)
     member.send(hostile.gradient(member.sealer, WIDTH, **named))
+
+
+def compute(members, step):
+    """Let members have a micro-batch computed."""
+    for member in members.values():
+        member.send(hostile.hidden(member.sealer, WIDTH, step=step, **COUNTS))
+    for member in members.values():
+        send_gradient(member, step=step)
+    for member in members.values():
+        awaited(member, Kind.GRADIENT)
+
+
+def end(members, norms, step):
+    """Let members end a step, and report their norms."""
+    for name, norm in norms.items():
+        sealer = members[name].sealer
+        members[name].send(hostile.end_of_step(sealer, step, squared_norm=norm**2))
 
 
 def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, beginning):
@@ -69,23 +90,9 @@ def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, begin
 def test_a_norm_that_a_member_reports_before_it_leaves_raises_no_cap(base, beginning):
     """It is in the step's norm, but not in the others' median of later steps."""
     with joined(base, beginning, ("ada", "alpha", "mallory"), steps=2) as (server, members):
-
-        def compute(names, step):
-            for name in names:
-                members[name].send(hostile.hidden(members[name].sealer, WIDTH, step=step, **COUNTS))
-            for name in names:
-                send_gradient(members[name], step=step)
-            for name in names:
-                awaited(members[name], Kind.GRADIENT)
-
-        def end(norms, step):
-            for name, norm in norms.items():
-                member = members[name]
-                member.send(hostile.end_of_step(member.sealer, step, squared_norm=norm**2))
-
         compute(members, 0)
         with busy(server):
-            end({"ada": 1.0, "alpha": 1.0, "mallory": 2.0**20}, 0)
+            end(members, {"ada": 1.0, "alpha": 1.0, "mallory": 2.0**20}, 0)
             wait_until(lambda: [j.priority for j in server._compute._waiting] == [Priority.STEP])
             # Its next step begins too early, which ends its lane.
             mallory = members.pop("mallory")
@@ -94,11 +101,32 @@ def test_a_norm_that_a_member_reports_before_it_leaves_raises_no_cap(base, begin
         for member in members.values():
             awaited(member, Kind.STEP)
         compute(members, 1)
-        end({"ada": 1.0, "alpha": 5.0}, 1)
+        end(members, {"ada": 1.0, "alpha": 5.0}, 1)
         for member in members.values():
             awaited(member, Kind.STEP)
         capped = {account.client: account.capped for account in server.finish_lanes()}
     assert (capped["ada"], capped["alpha"]) == (0, 1)
+
+
+def test_a_member_that_has_finished_stays_in_the_others_median(base, beginning):
+    """Without ada, the norm of alpha would be compared with mallory's alone."""
+    names = ("ada", "alpha", "mallory")
+    with joined(base, beginning, names, steps=2, leaving=("ada",)) as (server, members):
+        compute(members, 0)
+        end(members, {"ada": 10.0, "alpha": 5.0, "mallory": 1.0}, 0)
+        for member in members.values():
+            awaited(member, Kind.STEP)
+        ada = members.pop("ada")
+        ada.send(hostile.empty(ada.sealer, Kind.END))
+        awaited(ada, Kind.END)
+        ada.send(hostile.empty(ada.sealer, Kind.CLOSE))
+        wait_until(lambda: server._accounts)
+        compute(members, 1)
+        end(members, {"alpha": 5.0, "mallory": 1.0}, 1)
+        for member in members.values():
+            awaited(member, Kind.STEP)
+        accounts = server.finish_lanes()
+    assert [(account.client, account.capped) for account in accounts] == [(n, 0) for n in names]
 
 
 def step_of(base, beginning, sent, **changes):
