@@ -1,4 +1,4 @@
-"""Limits on the number and the duration of handshakes in progress at the server.
+"""Limits on the number and the duration of handshakes in progress at a server.
 
 Anyone who can reach the port can open streams. The limits ensure that clients can connect during a
 flood of streams. No message has arrived yet on a *silent* stream, so the peer is unknown. The first
@@ -6,7 +6,9 @@ message on an *answered* stream has proved possession of a ticket.
 """
 
 import ipaddress
+import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,19 +17,26 @@ from split.lane.transport import time_limit
 from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.tickets import Identity
 
+_LOG = logging.getLogger(__name__)
+_LOG_SECONDS = 10.0
+
 
 def host_of(peer: str) -> str:
     """Return the IPv4 address or the IPv6 network (/64) of a peer.
 
     gRPC describes peers as ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
     """
-    kind, _, address = peer.partition(":")
-    host = address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]")
-    if kind != "ipv6":
-        return host
+    address = peer.partition(":")[2]
+    return network_of(address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D"))
+
+
+def network_of(host: str) -> str:
+    """Return an IPv4 address as it is, and the network (/64) of an IPv6 address.
+
+    A host with one address in a /64 network can usually use all addresses of the network.
+    """
     try:
-        # A host with one address in a /64 network can usually use all addresses of the network.
-        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+        return str(ipaddress.ip_network((host.partition("%")[0].strip("[]"), 64), strict=False))
     except ValueError:
         return host
 
@@ -100,3 +109,22 @@ class AnsweredHandshakes:
         finally:
             with self._lock:
                 self._taken -= Counter([identity])  # this also removes identities at 0
+
+
+class RefusedHandshakes:
+    """Logs refused handshakes at a limited rate, because anyone can cause them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0  # since the last log line
+        self._next_line = 0.0
+
+    def note(self, reason: object) -> None:
+        """Count a refusal, and log the number and this reason if the last line is long ago."""
+        with self._lock:
+            self._count += 1
+            if time.monotonic() < self._next_line:
+                return
+            count, self._count = self._count, 0
+            self._next_line = time.monotonic() + _LOG_SECONDS
+        _LOG.info("handshakes refused since the last such message: %d; latest: %s", count, reason)

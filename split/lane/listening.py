@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from split.lane.half_open import AnsweredHandshakes, SilentStreams, host_of
+from split.lane.half_open import AnsweredHandshakes, RefusedHandshakes, SilentStreams, host_of
 from split.lane.lane import Lane
 from split.lane.stream import Stream, wire_bytes
 from split.lane.transport import (
@@ -27,7 +27,6 @@ from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Ticket, TicketBook
 
 _LOG = logging.getLogger(__name__)
-_LOG_SECONDS = 10.0
 
 
 class LaneServer:
@@ -65,8 +64,7 @@ class LaneServer:
         self._unconfirmed: dict[bytes, Stream] = {}  # each lane's newest stream, if unconfirmed
         self._threads: set[threading.Thread] = set()  # one per lane that is served
         self._stopping = False
-        self._refusals = 0  # number of refusals since the last log line
-        self._next_line = 0.0
+        self._refused = RefusedHandshakes()
         # Allow for silent streams that were ended but whose calls have not returned yet.
         calls = maximum_lanes + 3 * peers.half_open
         self._server = grpc.server(
@@ -114,7 +112,7 @@ class LaneServer:
         try:
             lane, stream = yield from self._shake_hands(requests, context)
         except HandshakeError as error:
-            self._note_refusal(error)
+            self._refused.note(error)
             code = grpc.StatusCode.UNAUTHENTICATED
             if error.refusal is Refusal.BUSY:
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -203,16 +201,6 @@ class LaneServer:
         )
         self._lanes[number] = lane
         return lane
-
-    def _note_refusal(self, error: HandshakeError) -> None:
-        """Log refused handshakes at a limited rate, because anyone can cause them."""
-        with self._lock:
-            self._refusals += 1
-            if time.monotonic() < self._next_line:
-                return
-            count, self._refusals = self._refusals, 0
-            self._next_line = time.monotonic() + _LOG_SECONDS
-        _LOG.info("handshakes refused since the last such message: %d; latest: %s", count, error)
 
     def _check_room(self, new: Identity | None = None) -> None:
         """Refuse a stream if the server stops, or if it is for a new lane and there are too many.

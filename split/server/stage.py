@@ -7,9 +7,13 @@ key and self-signed certificate, and trust no others.
 import gc
 import json
 import logging
+import queue
 import socket
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +26,7 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import config_digest, digest
 from finetuning.randomness import derive_seed, set_seed
 from finetuning.settings import AdapterSettings, ModelSettings
+from split.lane.half_open import RefusedHandshakes, SilentStreams, network_of
 from split.model.devices import body_devices
 from split.model.loading import load_parts, locate_parts
 from split.model.part import Part
@@ -31,6 +36,11 @@ from split.server.session import reason_of
 from split.settings import SplitSettings
 
 Tensors = Mapping[str, torch.Tensor]
+# Limits on connections whose other end hasn't shown yet that it has the key.
+_MAX_HANDSHAKES = 64
+_HANDSHAKE_SECONDS = 10.0
+_CONNECT_SECONDS = 30.0  # a coordinator's limit for a handshake, and for the end of another run
+_TURN = b"\n"  # tells a coordinator that the stage now serves it
 _log = logging.getLogger(__name__)
 
 
@@ -52,18 +62,39 @@ def tls(key: Path, kind: int) -> ssl.SSLContext:
     return context
 
 
-def secured(plain: socket.socket, context: ssl.SSLContext, is_server: bool) -> Any:
-    """Return a connection with TLS; raise an OSError if the other end has another key."""
+def secured(
+    plain: socket.socket,
+    context: ssl.SSLContext,
+    is_server: bool,
+    limit: Callable[[Callable[[], object]], AbstractContextManager[object]] = nullcontext,
+) -> Any:
+    """Return a connection with TLS; raise an OSError if the other end has another key.
+
+    A coordinator also waits until the stage serves it. During the handshake, ``limit`` is entered
+    with a function that ends the connection.
+    """
     with plain:
-        plain.settimeout(30.0)
+        plain.settimeout(_CONNECT_SECONDS)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             plain.setsockopt(socket.IPPROTO_TCP, option, 10)  # also notice soon a host that is lost
         # The kernel doesn't probe the other host while sent data are not acknowledged.
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100_000)  # milliseconds
-        with context.wrap_socket(plain, server_side=is_server) as stream:
+        with context.wrap_socket(
+            plain, server_side=is_server, do_handshake_on_connect=False
+        ) as stream:
+            with limit(partial(_end, stream)):
+                stream.do_handshake()
+            if not is_server and stream.recv(1) != _TURN:
+                raise ConnectionError("the other end has closed the connection")
             stream.settimeout(3600.0)  # for one call; loading takes longest
             return stream.makefile("rwb")
+
+
+def _end(stream: ssl.SSLSocket) -> None:
+    with suppress(OSError):  # the connection has already ended
+        # SSLSocket's own method would let the thread that uses the stream continue without TLS.
+        socket.socket.shutdown(stream, socket.SHUT_RDWR)
 
 
 def send(stream: Any, tensors: Tensors, **fields: Any) -> None:
@@ -89,16 +120,48 @@ def serve_stage(listen: str, key: Path) -> NoReturn:
     """Serve one run after another; raise an OSError if the address or the key can't be used."""
     address, context = address_of(listen), tls(key, ssl.PROTOCOL_TLS_SERVER)
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    admitted = queue.SimpleQueue[tuple[str, Any]]()
     with socket.create_server(address, family=family) as listener:
         _log.info("waiting for a coordinator at %s:%d", *listener.getsockname()[:2])
+        threading.Thread(target=_admit, args=(listener, context, admitted), daemon=True).start()
         while True:
-            plain, (peer, *_) = listener.accept()
+            peer, stream = admitted.get()
             try:
-                with secured(plain, context, is_server=True) as stream:
+                with stream:
+                    stream.write(_TURN)
+                    stream.flush()
                     _Blocks().serve(stream)
             except OSError as error:
                 _log.info("the connection of %s has ended: %s", peer, error)
             gc.collect()  # a model's hooks form reference cycles
+
+
+def _admit(
+    listener: socket.socket,
+    context: ssl.SSLContext,
+    admitted: "queue.SimpleQueue[tuple[str, Any]]",
+) -> NoReturn:
+    """Accept connections, and queue those whose other end has the key.
+
+    Anyone who can reach the port can connect, so each handshake has its own thread, and their
+    number and duration are limited.
+    """
+    handshakes, refused = SilentStreams(_MAX_HANDSHAKES, _HANDSHAKE_SECONDS), RefusedHandshakes()
+
+    def shake_hands(plain: socket.socket, peer: str) -> None:
+        limit = partial(handshakes.count, network_of(peer))
+        try:
+            admitted.put((peer, secured(plain, context, is_server=True, limit=limit)))
+        except OSError as error:
+            refused.note(f"{peer}: {error}")
+
+    while True:
+        try:
+            plain, (peer, *_) = listener.accept()
+        except OSError as error:  # the connection has already ended
+            refused.note(error)
+            continue
+        threading.Thread(target=shake_hands, args=(plain, peer), daemon=True).start()
 
 
 class _Blocks:

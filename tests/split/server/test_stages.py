@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.server.body import load_body
-from split.server.stage import secured, tls
+from split.server.stage import address_of, secured, tls
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -182,9 +182,60 @@ def test_other_programs_and_other_keys_are_refused(base, key, two, tmp_path):
     load_body(base, model, split_settings(**two)).close()
 
 
-def test_a_stage_is_for_one_run_at_a_time(base, two):
+def client_hello():
+    """Return the first message of a TLS handshake."""
+    sent = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(
+            ssl.MemoryBIO(), sent, server_hostname="stage"
+        ).do_handshake()
+    return sent.read()
+
+
+def is_over(connection, sent=b""):
+    """Send on a connection; return whether the other end has closed it."""
+    try:
+        connection.sendall(sent)
+        connection.settimeout(0.0)
+        return not any(iter(lambda: connection.recv(4096), b""))
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_connections_without_the_key_delay_neither_runs_nor_each_other(base, two):
+    """Silent ones, a handshake that continues byte by byte, and an unanswered handshake."""
+    model, address = ModelSettings(name=str(base), dtype="float32"), two["body_hosts"].split(",")[0]
+    hello = client_hello()
+    with ExitStack() as stack:
+
+        def connect(sent=b""):
+            made = stack.enter_context(socket.create_connection(address_of(address)))
+            made.sendall(sent)
+            return made
+
+        silent = [connect() for _ in range(80)]
+        # At most 64 are kept, for at most 10 seconds.
+        wait_until(lambda: sum(map(is_over, silent)) >= 16, 8.0)
+        slow, unanswered = connect(hello[:20]), connect(hello)
+        body = load_body(base, model, split_settings(**two))
+        connect(b"GET / HTTP/1.0\r\n\r\n")
+        dripped = iter(hello[20:])
+        wait_until(lambda: is_over(slow, bytes([next(dripped, 0)])), 25.0)
+        wait_until(lambda: is_over(unanswered) and all(map(is_over, silent)), 25.0)
+        # The run has not been disturbed.
+        body.attach(ADAPTER, "after")
+        body.close()
+
+
+def test_a_stage_is_for_one_run_at_a_time(base, two, monkeypatch):
     model = ModelSettings(name=str(base), dtype="float32")
     first, loaded = load_body(base, model, split_settings(**two)), []
+    with monkeypatch.context() as patched:
+        patched.setattr("split.server.stage._CONNECT_SECONDS", 1.0)
+        with pytest.raises(ConnectionError, match=r"timed out.*and for no other run"):
+            load_body(base, model, split_settings(**two))
     thread = threading.Thread(
         target=lambda: loaded.append(load_body(base, model, split_settings(**two)))
     )
