@@ -56,8 +56,8 @@ class UnfinishedRound:
     def load(self) -> tuple[TrainingReport, State, OptimizerState] | None:
         """Return the report, adapter and optimizer state, or None if there is no such round."""
         try:
-            content = json.loads((self._folder / "progress.json").read_bytes())
-            if content.pop("inputs") != self._inputs:
+            content = dict(json.loads((self._folder / "progress.json").read_bytes()))
+            if content.pop("inputs", None) != self._inputs:
                 return None
             report = TrainingReport(**content)
             adapter = load_file(self._folder / "adapter.safetensors")

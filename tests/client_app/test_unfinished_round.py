@@ -1,23 +1,24 @@
 """A client that is killed in a round continues from its checkpoint when the round is repeated."""
 
-import json
 import os
 import random
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
-from client_app import fedjudge
+from client_app import fedjudge, unfinished_round
 from client_app.unfinished_round import UnfinishedRound
+from federation.messages import ARRAYS
 from tests.in_process import run_in_process
 from tests.marks import nightly
 from tests.strategies.grids import same
 
 STEPS = 4
-TURNS = [{"role": "user", "content": ""}] * 60 + [{"role": "assistant", "content": "the"}]
 
 
 class Killing(UnfinishedRound):
@@ -80,32 +81,70 @@ def test_a_killed_client_s_round_equals_an_unbroken_one(values, tmp_path, caplog
     assert not list((tmp_path / "killed").rglob("unfinished"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["learning rate", "library", "row", "damage"])
-def test_other_inputs_and_a_damaged_file_begin_the_round_anew(
-    values, client_folders, tmp_path, caplog, monkeypatch, change
-):
-    values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": STEPS}
-    values |= {"train.checkpoint-minutes": 1e-9, "data.path": str(tmp_path / "data")}
-    rows = shutil.copytree(client_folders, tmp_path / "data") / "alpha" / "train.jsonl"
-    killed(partial(run_in_process, values, tmp_path / "killed", 3))
-    if change == "learning rate":
-        values |= {"train.learning-rate": 1e-5}
-    elif change == "library":
-        metadata = tmp_path / "newer" / "peft-99.0.dist-info" / "METADATA"
-        metadata.parent.mkdir(parents=True)
-        metadata.write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0\n")
-        monkeypatch.syspath_prepend(tmp_path / "newer")
-    elif change == "row":  # a row without an example, because its template doesn't fit
-        with rows.open("a") as file:
-            file.write(json.dumps({"messages": TURNS}) + "\n")
-    else:
-        (file,) = (tmp_path / "killed").rglob("unfinished/adapter.safetensors")
-        file.write_bytes(file.read_bytes()[:100])
-    with caplog.at_level("INFO"):
-        found = run_in_process(values, tmp_path / "killed", 3)
-    assert "continuing" not in caplog.text
-    assert same(found.adapters[1], run_in_process(values, tmp_path / "other", 3).adapters[1])
+@pytest.fixture
+def unfinished(values, tmp_path, monkeypatch):
+    """Train a round with a minute per step, and keep its checkpoint.
+
+    Return alpha's task, and the number of the steps in the checkpoint after each step.
+    """
+    clock, tasks, counts = SimpleNamespace(now=0.0), [], []
+
+    class Keeping(UnfinishedRound):
+        def save_if_due(self, *arguments):
+            clock.now += 60.0
+            super().save_if_due(*arguments)
+            if self._task.institution.name == "alpha":
+                found = self.load()
+                counts.append(len(found[0].losses) if found else 0)
+                tasks.append(self._task)
+
+        def remove(self):
+            pass
+
+    monkeypatch.setattr(unfinished_round, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(fedjudge, "UnfinishedRound", Keeping)
+    values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": 6}
+    run_in_process(values | {"train.checkpoint-minutes": 2.0}, tmp_path, 3)
+    return tasks[0], counts
+
+
+def test_a_checkpoint_is_stored_only_when_it_is_due(unfinished):
+    assert unfinished[1] == [0, 2, 2, 4, 4]
+
+
+def test_other_inputs_and_a_damaged_file_begin_the_round_anew(unfinished, tmp_path, monkeypatch):
+    task, _ = unfinished
+    assert UnfinishedRound(task).load()
+    (first, *others), own = task.institution.train, task.config
+    settings = own.train.model_copy(update={"learning_rate": 1e-5})
+    weights = {name: value + 1 for name, value in task.arrays[ARRAYS].items()}
+    for changed in (
+        {"config": own.model_copy(update={"train": settings})},
+        {"arrays": {ARRAYS: weights}},
+        *(
+            {"institution": replace(task.institution, **change)}
+            for change in (
+                {"size": task.institution.size + 1},  # a row without an example
+                {"train": [replace(first, tokens=first.tokens.flip(0)), *others]},
+                {"train": [replace(first, is_target=first.is_target.flip(0)), *others]},
+            )
+        ),
+    ):
+        assert UnfinishedRound(replace(task, **changed)).load() is None, changed
+    assert UnfinishedRound(task, "the key of a private round").load() is None
+    for name in ("progress.json", "adapter.safetensors", "optimizer.safetensors"):
+        (file,) = task.state.directory.rglob(f"unfinished/{name}")
+        whole = file.read_bytes()
+        for damaged in (b"", b"{}", b"3", b"[1]", whole[: len(whole) // 2]):
+            file.write_bytes(damaged)
+            assert UnfinishedRound(task).load() is None, (name, damaged)
+        file.write_bytes(whole)
+    assert UnfinishedRound(task).load()
+    metadata = tmp_path / "newer" / "peft-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "newer")
+    assert UnfinishedRound(task).load() is None
 
 
 def test_a_full_disk_costs_only_the_checkpoint(values, tmp_path, caplog):
