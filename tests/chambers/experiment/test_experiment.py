@@ -156,7 +156,7 @@ def test_each_variant_has_all_arms_with_its_settings(file):
 def test_an_arm_may_have_fewer_clients(file, tmp_path, capsys):
     file.write_text(EXPERIMENT.replace('measure = "article"', 'measure = "distance"'))
     found = [
-        Record(arm, "global", seed, group, "distance", [1.0])
+        Record(arm, "global", seed, group, "distance", [3.0])
         for arm, groups in (("alone", GROUPS), ("together", GROUPS[:2]))
         for group in groups
         for seed in (3, 4)
@@ -165,7 +165,7 @@ def test_an_arm_may_have_fewer_clients(file, tmp_path, capsys):
     write_records(tmp_path / RESULTS, {}, found)
     assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
     (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| together")]
-    cell = "1.000 (1.000 to 1.000)"
+    cell = "3.000 (3.000 to 3.000)"
     assert [each.strip() for each in row.split("|")[2:6]] == [cell, cell, "", cell]
 
 

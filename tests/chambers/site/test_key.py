@@ -33,6 +33,10 @@ def test_existing_keys_stay(tmp_path):
     open_node_key(file)
     kept = file.read_bytes(), public.read_bytes()
     public.unlink()
+    file.chmod(0o640)
+    with pytest.raises(CommandError, match="can be read by other users: chmod 600"):
+        open_node_key(file)
+    file.chmod(0o600)
     open_node_key(file)
     assert (file.read_bytes(), public.read_bytes()) == kept
     file.unlink()
