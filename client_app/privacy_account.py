@@ -2,9 +2,11 @@
 
 The account includes every training step on the same rows, for all runs and coordinators. The file
 is append-only, and is written before each round's training: a crash may overstate the privacy loss,
-but never understates it.
+but never understates it. Each round is then recorded in the audit log of the site's policy, too, so
+an account that was lost is noticed, and can be restored.
 """
 
+import shlex
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from client_app.audit import AuditLog
-from federation.site_policy import PolicyError, PrivacyPolicy
+from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy
 from finetuning.data.batching import steps_per_round
 from finetuning.settings import TrainSettings, kebab_case
 
@@ -47,22 +49,32 @@ def epsilon(spent: Iterable[PrivateSteps], delta: float) -> float:
     """
     from opacus.accountants import RDPAccountant
 
-    total: Counter[tuple[float, float]] = Counter()
-    for part in spent:
-        total[part.noise_multiplier, part.sampling_rate] += part.steps
-    history = [(noise, rate, steps) for (noise, rate), steps in total.items() if steps]
+    history = [(noise, rate, steps) for (noise, rate), steps in _total(spent).items() if steps]
     accountant = RDPAccountant()
     accountant.load_state_dict({"history": history, "mechanism": "rdp"})
     return float(accountant.get_epsilon(delta))
 
 
-class PrivacyAccount:
-    """The privacy account of one institution's rows; ``policy`` contains ε, δ and the path."""
+def _total(spent: Iterable[PrivateSteps]) -> Counter[tuple[float, float]]:
+    """Return the number of steps with each noise multiplier and sampling rate."""
+    total: Counter[tuple[float, float]] = Counter()
+    for part in spent:
+        total[part.noise_multiplier, part.sampling_rate] += part.steps
+    return total
 
-    def __init__(self, policy: PrivacyPolicy) -> None:
-        assert policy.epsilon is not None
-        self._epsilon, self._delta = policy.epsilon, policy.delta
-        self._log = AuditLog(policy.account_file, "privacy account")
+
+class PrivacyAccount:
+    """The privacy account of one institution's rows; ``policy`` contains ε, δ and the paths.
+
+    Each method raises ``PolicyError`` if the account has a line that is not an entry, or has fewer
+    steps than the policy's audit log. It may have more: other policies can name the same account.
+    """
+
+    def __init__(self, policy: SitePolicy) -> None:
+        assert policy.privacy.epsilon is not None
+        self._epsilon, self._delta = policy.privacy.epsilon, policy.privacy.delta
+        self._log = AuditLog(policy.privacy.account_file, "privacy account")
+        self._audit_log = AuditLog(policy.audit_file)
 
     def spend(self, steps: PrivateSteps, about: Mapping[str, Any]) -> float:
         """Record steps before they are run; return the total ε, including these steps.
@@ -81,20 +93,35 @@ class PrivacyAccount:
 
     def spent(self) -> float:
         """Return the total ε of all recorded steps."""
-        return epsilon(self._parse(self._log.lines()), self._delta)
+        return epsilon(self._entries(self._log.lines()), self._delta)
 
-    @staticmethod
-    def _parse(lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
-        try:
-            return [LINE.validate_python(line) for line in lines]
-        except ValidationError as error:
+    def _entries(self, lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
+        """Return the entries in the account's lines, and compare them with the audit log."""
+        # Read the audit log first: its lines are written after the account's.
+        logged = [line for line in self._audit_log.lines() if line.get("event") == "privacy"]
+        entries = _parse(self._log, lines)
+        missing = _total(_parse(self._audit_log, logged)) - _total(entries)
+        if missing:
+            event, log, account, folder = (
+                shlex.quote(str(each))
+                for each in (
+                    '"event": "privacy"',
+                    self._audit_log.path,
+                    self._log.path,
+                    self._log.path.parent,
+                )
+            )
             raise PolicyError(
-                "the site's privacy account contains a line that is not an entry, so the remaining "
-                "ε can't be computed: restore the file (docs/operations.md)"
-            ) from error
+                "the site's privacy account lacks training steps that the audit log contains "
+                f"({missing.total()}), so the remaining ε can't be computed: restore the account, "
+                "also from the audit logs of other policies that name it (docs/operations.md): "
+                f"grep --no-filename {event} {log} > {account} && chmod 600 {account} && "
+                f"chown --reference={folder} {account}"
+            )
+        return entries
 
     def _check(self, lines: Iterable[Mapping[str, Any]], steps: PrivateSteps) -> float:
-        before = self._parse(lines)
+        before = self._entries(lines)
         spent = epsilon([*before, steps], self._delta)
         if not spent <= self._epsilon:
             left = self._steps_left(before, steps)
@@ -112,3 +139,13 @@ class PrivacyAccount:
             return epsilon([*before, more], self._delta)
 
         return max(0, bisect_right(range(steps.steps), self._epsilon, key=total) - 1)
+
+
+def _parse(log: AuditLog, lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
+    try:
+        return [LINE.validate_python(line) for line in lines]
+    except ValidationError as error:
+        raise PolicyError(
+            f"the site's {log.title} contains a line that is not an entry, so the remaining ε "
+            "can't be computed: restore the file (docs/operations.md)"
+        ) from error

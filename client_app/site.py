@@ -60,12 +60,12 @@ class Site:
 
     def check_budget(self, config: RunConfig, institution: Institution, finished: int) -> None:
         """Raise ``PolicyError`` if the policy's ε doesn't suffice for a run's remaining rounds."""
-        if self.privacy:
+        if self.policy and self.privacy:
             draw = ClientState(config.state_path, self.about["run"], institution.name).draw()
             is_paid = draw.get("round") == finished + 1 and self.has_spent(draw["id"])
             rounds = config.rounds - finished - is_paid
             steps = private_steps(self.privacy, config.train, institution.size, rounds)
-            PrivacyAccount(self.privacy).check(steps)
+            PrivacyAccount(self.policy).check(steps)
 
     def has_spent(self, draw: str) -> bool:
         """Return whether ε was recorded for a round's draw, and no adapter was sent since."""
@@ -84,10 +84,10 @@ class Site:
         A round that continues has the same ``draw``, and isn't recorded again. Raise
         ``PolicyError`` if ε doesn't suffice, or ``AuditError`` if a file can't be written.
         """
-        assert self.privacy is not None
+        assert self.policy is not None and self.privacy is not None
         steps = private_steps(self.privacy, config.train, institution.size)
         if not self.has_spent(draw):
-            spent = PrivacyAccount(self.privacy).spend(steps, self.about)
+            spent = PrivacyAccount(self.policy).spend(steps, self.about)
             # Include all fields of the account, so that it can be restored from the audit log.
             facts = {"epsilon": spent, "delta": self.privacy.delta}
             facts |= LINE.dump_python(steps, by_alias=True)

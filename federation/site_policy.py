@@ -71,7 +71,8 @@ class PrivacyPolicy(_Table):
     epsilon: PositiveFloat | None = Field(
         None,
         description="Total ε budget of all training on these rows, in all runs; training that "
-        "would exceed it is refused. Absent: no differential privacy.",
+        "would exceed it is refused. Required in a table `[privacy]`; without this table, there is "
+        "no differential privacy.",
     )
     delta: float = Field(
         1e-5, gt=0, lt=1, description="δ; must be less than 1 / number of training rows."
@@ -87,19 +88,14 @@ class PrivacyPolicy(_Table):
     account: AbsolutePath = Field(
         "",
         description="Absolute path of the account of spent ε. Policies for the same rows must "
-        "name the same account. Absent: `privacy.jsonl` in the user's state folder.",
+        "name the same account, and it must have all steps that their audit logs have. Absent: "
+        "`privacy.jsonl` in the user's state folder.",
     )
 
     @property
     def account_file(self) -> Path:
         """Path of the privacy account."""
         return Path(self.account or platformdirs.user_state_path("chambers") / "privacy.jsonl")
-
-    @model_validator(mode="after")
-    def _has_epsilon(self) -> Self:
-        if self.model_fields_set and self.epsilon is None:
-            raise ValueError("privacy needs epsilon; without epsilon, nothing is private")
-        return self
 
 
 class SitePolicy(_Table):
@@ -188,6 +184,12 @@ class SitePolicy(_Table):
     def _names_block_servers(self) -> Self:
         if self.split.allowed and not self.coordinators:
             raise ValueError("split.allowed = true needs coordinators: addresses of block servers")
+        return self
+
+    @model_validator(mode="after")
+    def _has_epsilon(self) -> Self:
+        if "privacy" in self.model_fields_set and self.privacy.epsilon is None:
+            raise ValueError("privacy needs epsilon; without epsilon, nothing is private")
         return self
 
     @property

@@ -102,7 +102,7 @@ def _policy(file: Path) -> str:
     read_public_key(key)
     text = f"{file} is a policy; it accepts instructions whose signatures match {key}"
     if privacy.epsilon is not None:
-        spent = PrivacyAccount(privacy).spent()
+        spent = PrivacyAccount(policy).spent()
         text += f"; spent: ε = {spent:.3g} of {privacy.epsilon:g} at δ = {privacy.delta:g}"
     return text
 

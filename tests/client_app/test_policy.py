@@ -48,6 +48,7 @@ def test_documentation_has_every_key_and_a_valid_example():
         ('audit-log = "audit.jsonl"', "audit-log: must be an absolute path"),
         ("[split]\nallowed = true", "split.allowed = true needs coordinators"),
         ("[privacy]\nnoise-multiplier = 2.0", "privacy needs epsilon"),
+        ("[privacy]", "privacy needs epsilon"),
         ("max-rounds = ", "is not TOML"),
         ("\udcff", "is not TOML"),
     ],

@@ -1,6 +1,7 @@
 """Differential privacy at a site: the content of replies, the privacy spent, and refusals."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -184,9 +185,12 @@ def test_a_lost_account_is_written_again_from_the_audit_log(
 ):
     file, one_round = policy(30.0, "state"), settings | {"rounds": 1}
     _, _, restore = documented("Back up and restore")
+    command = " && ".join(restore.splitlines()).replace("state", str(tmp_path / "state"))
     for _ in range(2):
         start(one_round, Sites(one_round, client_folders, {"alpha": file}), MemoryJournal())
         file.with_name("privacy.jsonl").unlink()
+        with pytest.raises(RefusedError, match=re.escape(f"(docs/operations.md): {command}")):
+            start(one_round, Sites(one_round, client_folders, {"alpha": file}), MemoryJournal())
         subprocess.run(["bash", "-ec", restore], cwd=tmp_path, check=True)
     audit = lines(file.with_name("audit.jsonl"))
     assert [e["epsilon"] for e in audit if e["event"] == "privacy"][1] == pytest.approx(

@@ -1,21 +1,22 @@
 """The privacy account: ε as the library computes it, over runs and restarts, and refusals."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from client_app.privacy_account import PrivacyAccount, PrivateSteps, private_steps
-from federation.site_policy import PolicyError, PrivacyPolicy
+from client_app.audit import AuditLog
+from client_app.privacy_account import LINE, PrivacyAccount, PrivateSteps, epsilon, private_steps
+from federation.site_policy import PolicyError, SitePolicy
 from finetuning.settings import TrainSettings
 
 ABOUT = {"run": "one", "round": 1}
 
 
-def terms(path: Path, epsilon: float, **changes: float) -> PrivacyPolicy:
-    return PrivacyPolicy.model_validate(
-        {"epsilon": epsilon, "delta": 1e-5, "account": str(path / "privacy.jsonl"), **changes}
-    )
+def terms(path: Path, epsilon: float, **changes: float) -> SitePolicy:
+    privacy = {"epsilon": epsilon, "delta": 1e-5, "account": str(path / "privacy.jsonl"), **changes}
+    return SitePolicy.model_validate({"audit-log": str(path / "audit.jsonl"), "privacy": privacy})
 
 
 def test_epsilon_is_the_library_s_own_over_runs_and_restarts(tmp_path):
@@ -73,8 +74,36 @@ def test_an_account_with_damaged_or_foreign_lines_is_refused(tmp_path, line):
         PrivacyAccount(terms(tmp_path, 5.0)).spend(PrivateSteps(0.05, 1.0, 1), ABOUT)
 
 
+def test_an_account_with_fewer_steps_than_the_audit_log_is_refused_until_it_is_restored(tmp_path):
+    folder = tmp_path / "the site's state"
+    policy = terms(folder, 5.0)
+    account, file = PrivacyAccount(policy), policy.privacy.account_file
+    parts = [PrivateSteps(0.05, 1.0, 10), PrivateSteps(0.1, 1.0, 7), PrivateSteps(0.05, 1.0, 20)]
+    for part in parts:
+        account.spend(part, ABOUT)
+        line = LINE.dump_python(part, by_alias=True)
+        AuditLog(policy.audit_file).append({"event": "privacy", **ABOUT, **line})
+        AuditLog(policy.audit_file).append({"event": "reply", **ABOUT})
+    more = PrivateSteps(0.05, 1.0, 100)
+    account.spend(more, {"run": "another policy's"})
+    assert account.spent() == epsilon([*parts, more], 1e-5)
+    first, second, third, last = file.read_text().splitlines(keepends=True)
+    one = PrivateSteps(0.05, 1.0, 1)
+    for lines, missing in (([], 37), ([first, second], 20), ([first, third, last], 7)):
+        file.write_text("".join(lines))
+        for use in (account.spent, lambda: account.check(one), lambda: account.spend(one, ABOUT)):
+            with pytest.raises(PolicyError, match=rf"audit log contains \({missing}\)") as error:
+                use()
+        assert file.read_text() == "".join(lines)
+    file.unlink()
+    command = str(error.value).partition("(docs/operations.md): ")[2]
+    subprocess.run(["bash", "-ec", command], check=True)
+    assert account.spent() == epsilon(parts, 1e-5)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_rates_and_steps_are_those_of_the_run_s_settings(tmp_path):
     settings = TrainSettings(batch_size=2, accumulation=8, epochs=3)
-    policy = terms(tmp_path, 1.0, **{"noise-multiplier": 1.25})
+    policy = terms(tmp_path, 1.0, **{"noise-multiplier": 1.25}).privacy
     assert private_steps(policy, settings, 100, 2) == PrivateSteps(0.16, 1.25, 2 * 3 * 7)
     assert private_steps(policy, settings, 10) == PrivateSteps(1.0, 1.25, 3)

@@ -266,11 +266,15 @@ def test_policy(capsys, site):
     assert "is not an Ed25519 public key" in at_institution(capsys, site, 1)
     account = site.folder / "account.jsonl"
     site.policy.write_text(
-        f'instruction-key = "{site.folder / "instructions.pub"}"\n[privacy]\nepsilon = 8\n'
+        f'instruction-key = "{site.folder / "instructions.pub"}"\n'
+        f'audit-log = "{site.folder / "log"}"\n[privacy]\nepsilon = 8\n'
         f'delta = 1e-5\naccount = "{account}"\n'
     )
     assert "spent: ε = 0 of 8 at δ = 1e-05" in at_institution(capsys, site, 1)
-    account.write_text('{"sampling-rate": 1.0, "noise-multiplier": 2.0, "steps": 1}\n')
+    steps = '"sampling-rate": 1.0, "noise-multiplier": 2.0, "steps": 1}\n'
+    (site.folder / "log").write_text('{"event": "privacy", ' + steps)
+    assert "fix  the site's privacy account lacks training steps" in at_institution(capsys, site, 1)
+    account.write_text("{" + steps)
     # The minimum over α of α / 8 + log(1 - 1/α) - log(δα) / (α - 1), for one step on all rows.
     assert "spent: ε = 2.17 of 8 at δ = 1e-05" in at_institution(capsys, site, 1)
     account.write_text("{}\n")
