@@ -172,9 +172,18 @@ def test_smollm2_is_allowed_by_its_id_on_the_hub():
         check_run(OPEN, smollm2)
 
 
-def test_a_link_leads_out_of_the_folders_too(site):
+def test_links_and_relative_paths_lead_out_of_the_folders_too(site, monkeypatch):
     (site.folder / "link").symlink_to("/etc")
-    assert "not in its paths" in site.refusal("query", changed={"data.path": f"{site.folder}/link"})
+    monkeypatch.chdir(site.folder)  # one of the folders; another process is elsewhere
+    for path in (f"{site.folder}/link", "state"):
+        assert "not in its paths" in site.refusal("query", changed={"data.path": path})
+
+
+def test_a_step_has_the_rows_of_all_its_micro_batches(site):
+    site.decide("min-examples = 8")
+    changed = {"train.local-steps": 1, "train.batch-size": 2, "train.accumulation": 4}
+    assert ARRAYS in site.ask("train", changed=changed).content
+    assert "too few" in site.refusal("train", changed=changed | {"train.accumulation": 3})
 
 
 @pytest.mark.parametrize(

@@ -147,13 +147,21 @@ def test_rows_that_are_no_examples_count_as_others_do(
     def measuring(*, model: Any, parameters: Any, **others: Any) -> Any:
         if isinstance(model, PrivateGradients):
             assert len(others["examples"]) == 24
-            model.accumulate([], seed=0)
-            noise = torch.cat([p.grad.flatten() for p in parameters.values()])
-            rounds.append((others["local_round"], float(noise.std())))
+            noise = []
+            for seed in (0, 1):
+                model.accumulate([], seed=seed)
+                noise.append(torch.cat([p.grad.flatten() for p in parameters.values()]))
+            assert not torch.equal(*noise)
+            rounds.append((others["local_round"], float(noise[0].std())))
         return train(model=model, parameters=parameters, **others)
 
     monkeypatch.setattr(fedjudge, "train_round", measuring)
     file = policy(20.0)
+    own = file.read_text()
+    file.write_text("min-examples = 48\nmax-steps = 11\n" + own)
+    with pytest.raises(RefusedError, match=r"alpha.*steps = 12 \(max-steps = 11\)"):
+        start(settings, Sites(settings, data, {"alpha": file}), MemoryJournal())
+    file.write_text("min-examples = 48\nmax-steps = 12\n" + own)
     start(settings, Sites(settings, data, {"alpha": file}), MemoryJournal())
     for number, spent in enumerate(lines(file.with_name("privacy.jsonl"))):
         assert (spent["sampling-rate"], spent["steps"]) == (pytest.approx(4 / 48), 12)
@@ -232,15 +240,21 @@ def test_a_run_that_epsilon_does_not_suffice_for_is_refused_at_its_start(
 
 
 def test_a_round_that_fails_has_spent_its_epsilon(settings, client_folders, policy, monkeypatch):
-    file = policy(20.0)
+    """If it is repeated, it spends no more, although another run has sent an adapter since."""
+    file, one_round = policy(20.0), settings | {"rounds": 1}
 
     def fail(**_: Any) -> None:
         raise DeadlineError("raise round-timeout")
 
-    monkeypatch.setattr(fedjudge, "train_round", fail)
-    with pytest.raises(TooFewClientsError, match=r"alpha: .*round-timeout"):
-        start(settings, Sites(settings, client_folders, {"alpha": file}), MemoryJournal())
-    assert [e["steps"] for e in lines(file.with_name("privacy.jsonl"))] == [6]
+    with monkeypatch.context() as patched:
+        patched.setattr(fedjudge, "train_round", fail)
+        with pytest.raises(TooFewClientsError, match=r"alpha: .*round-timeout"):
+            start(one_round, Sites(one_round, client_folders, {"alpha": file}), MemoryJournal())
+    for lineage in ("other", "test"):
+        grid = Sites(one_round, client_folders, {"alpha": file})
+        start(one_round, grid, MemoryJournal(), lineage=lineage)
+        spent = lines(file.with_name("privacy.jsonl"))
+        assert [(e["run"], e["steps"]) for e in spent] == [("test", 6), ("other", 6)]
 
 
 def test_what_cannot_be_computed_costs_no_epsilon(

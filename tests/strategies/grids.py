@@ -17,7 +17,13 @@ NODES = {i + 1: {"partition-id": i, "num-partitions": 3} for i in range(3)}
 
 
 def start(
-    values: dict, grid, journal: MemoryJournal, timeout: float = 0.0, signer=None, unknown=()
+    values: dict,
+    grid,
+    journal: MemoryJournal,
+    timeout: float = 0.0,
+    signer=None,
+    unknown=(),
+    lineage="test",
 ):
     """Run a strategy to its end; the coordinator lacks the digests of ``unknown`` tensors."""
     config = parse_run_config(values)
@@ -27,7 +33,7 @@ def start(
     kind = STRATEGIES[config.strategy]
     digests = fingerprint(locate(config.model.name))
     known = {name: value for name, value in digests.items() if name not in unknown}
-    strategy = kind(config, known, Progress("test"), journal, signer)
+    strategy = kind(config, known, Progress(lineage), journal, signer)
     # These clients answer while they are asked, so there is nothing to wait for afterwards.
     strategy.start(grid, to_arrays(state), config.rounds, timeout=timeout)
     return strategy
