@@ -87,7 +87,10 @@ class RunConfig(Section):
         "clients. Larger shares are reduced, and the log names the client. 1: no maximum.",
     )
     node_timeout: PositiveFloat = Field(
-        120.0, description="Seconds to wait for `min-nodes` SuperNodes to connect."
+        120.0,
+        description="Seconds to wait for `min-nodes` SuperNodes to connect. After the same time, "
+        "and each time it has doubled, the log names the clients whose replies are awaited (not in "
+        "simulation).",
     )
     round_timeout: PositiveFloat = Field(
         3600.0,

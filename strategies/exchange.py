@@ -18,6 +18,7 @@ from federation.flower_internals import ErrorCode, HttpGrid, InMemoryGrid
 from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
 from strategies.bounded_pull import LargeReplyError, check_size, pull
+from strategies.silence import SilentClients
 
 # Polling interval for grids without a ``pull_interval``; Flower's simulation grid has one.
 _PULL_SECONDS = 3.0
@@ -30,6 +31,7 @@ _MAX_PUSHES = 3
 _MAX_IN_FLIGHT = 64
 # Size limit of a reply without arrays: names, digests of tensors, answers as text.
 _MAX_REPLY_BYTES = 2**26
+_GONE = "its SuperNode is no longer connected"
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,15 @@ def exchange(
     array_bytes: int = 0,
     on_poll: Callable[[], None] = lambda: None,
     unanswered: Unanswered | None = None,
+    silent: SilentClients | None = None,
 ) -> Iterator[Message]:
     """Send messages, and yield each reply as it arrives.
 
-    If a message can't be sent, or its reply can't be read or has the wrong sender, yield an error
-    instead, with the addressed client as its sender. Replies are pulled one at a time, so only one
-    is in memory if the caller keeps no references. A reply that hasn't completely reached the
-    SuperLink is pulled in the background: a client that never finishes doesn't delay the others.
+    If a message can't be sent, its reply can't be read or has the wrong sender, or ``silent``
+    notices that the client is gone, yield an error instead, with the addressed client as its
+    sender. Replies are pulled one at a time, so only one is in memory if the caller keeps no
+    references. A reply that hasn't completely reached the SuperLink is pulled in the background: a
+    client that never finishes doesn't delay the others.
 
     There is at most one message per client, and each client has ``timeout`` seconds to reply. With
     a ``signer``, messages are signed, and replies must be authenticated. ``array_bytes`` is the
@@ -109,6 +113,11 @@ def exchange(
         if is_late:
             return
         on_poll()
+        if silent:
+            asked = {r.metadata.dst_node_id: key for key, r in unanswered.requests.items()}
+            for node in silent.look(asked):
+                request = unanswered.requests.pop(asked[node])
+                yield _failed(request.metadata, _GONE, ErrorCode.NODE_UNAVAILABLE)
         if unanswered.requests:
             time.sleep(getattr(grid, "pull_interval", _PULL_SECONDS))
 
@@ -200,7 +209,7 @@ def _from_client(reply: Message, request: _Request) -> Message:
     if reply.has_error():
         code, reason = reply.error.code, reply.error.reason
         if code == ErrorCode.NODE_UNAVAILABLE:
-            reason = "its SuperNode is no longer connected"
+            reason = _GONE
         return reply if is_sender else _failed(asked, reason or "", code)
     if not is_sender:
         return _failed(asked, "its reply names a different sender")

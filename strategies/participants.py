@@ -12,7 +12,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from federation.authentication import Signer
-from federation.flower_internals import NodeInfo
+from federation.flower_internals import InMemoryGrid, NodeInfo
 from federation.messages import (
     CONFIG,
     SIZE,
@@ -27,6 +27,7 @@ from finetuning.randomness import derive_seed
 from split.protocol.errors import printable
 from strategies.exchange import exchange, turns
 from strategies.refusals import agreed, reason_to_refuse_registration
+from strategies.silence import SilentClients
 
 _POLL_SECONDS = 1.0
 # Maximum number of queries to a silent SuperNode; each query delays a round by node-timeout.
@@ -123,6 +124,14 @@ class Participants:
             lines = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
             raise RefusedError(f"training can't start:{lines}")
         log(INFO, "%d clients take part", len(self._registered))
+        minimum = self._config.min_nodes
+        is_simulated = isinstance(grid, InMemoryGrid)
+        if self._config.sampled(len(self._registered)) == minimum > 1 and not is_simulated:
+            text = (
+                "All %d clients of a round are needed (min-nodes): if one fails to reply, the run "
+                "ends. With min-nodes = %d, it continues without that client"
+            )
+            log(WARNING, text, minimum, minimum - 1)
 
     def register_newcomers(self, grid: Grid, finished_rounds: int) -> dict[str, str]:
         """Register SuperNodes that connected later; a failing SuperNode doesn't affect the others.
@@ -171,6 +180,11 @@ class Participants:
     def recipient_of(self, message: Message) -> Participant:
         """Return the recipient of a message."""
         return self._registered[message.metadata.dst_node_id]
+
+    def silent(self, grid: Grid) -> SilentClients:
+        """Watch for clients that don't reply to the messages that are sent now."""
+        registered = {node: p.name for node, p in self._registered.items()}
+        return SilentClients(grid, self._config.node_timeout, registered | self._assigned)
 
     def sender_of(self, reply: Message) -> Participant | None:
         """Return the sender of a reply, or None if it isn't registered."""
@@ -253,7 +267,7 @@ class Participants:
             for node in sorted(silent)
         ]
         replies = []
-        for reply in exchange(grid, queries, wait, self._signer):
+        for reply in exchange(grid, queries, wait, self._signer, silent=self.silent(grid)):
             if not reply.has_error():
                 for key in list(reply.content.array_records):  # queries request no arrays
                     del reply.content[key]

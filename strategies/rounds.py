@@ -289,6 +289,7 @@ class Rounds(Strategy):
             array_bytes=sum(len(array.data) for array in self._reference.values()),
             on_poll=lambda: self._status.refresh(self._lanes),
             unanswered=unanswered,
+            silent=self._participants.silent(grid),
         )
 
     def _lanes(self) -> list[LaneStatus]:

@@ -79,6 +79,7 @@ def test_a_run_writes_all_documented_results(finished, checkpoint, tmp_path):
     directory, shown = finished
     for expected in ("ROUND 2/2", "ROUGE-L", "alpha", "beta", "gamma", str(directory)):
         assert expected in shown
+    assert "min-nodes" not in shown  # no warning: a simulation needs all of its clients
     assert {p.name for p in directory.iterdir()} == {
         *("adapters", "base-model.json", "checkpoints", "config.json", "metrics.jsonl"),
         *("report.html", "running.lock", "status.json", "summary.txt", "tensorboard"),

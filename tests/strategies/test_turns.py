@@ -17,6 +17,7 @@ from flwr.superlink.grid import InMemoryGrid
 
 from federation.messages import problem_of
 from strategies.exchange import exchange
+from strategies.silence import SilentClients
 
 SECONDS = 0.4
 UNKNOWN = 12345
@@ -55,11 +56,12 @@ def simulated(clients: int):
         thread.join(10)
 
 
-def test_waiting_for_an_actor_is_not_a_client_s_time(one_run):
+def test_waiting_for_an_actor_is_not_a_client_s_time(one_run, caplog):
     with simulated(clients=4) as (grid, nodes):
         messages = [Message(RecordDict(), n, MessageType.TRAIN, ttl=60.0) for n in nodes]
-        replies = list(exchange(grid, messages, timeout=1.5 * SECONDS))
-    assert len(replies) == 4
+        silent = SilentClients(grid, 0.1 * SECONDS, {})
+        replies = list(exchange(grid, messages, timeout=1.5 * SECONDS, silent=silent))
+    assert len(replies) == 4 and "Waiting" not in caplog.text
 
 
 def test_a_message_that_could_not_be_sent_is_no_silence(one_run):
