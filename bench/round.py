@@ -22,8 +22,10 @@ from typing import Any
 from bench.harness import command, make_table, show
 from chambers.superlink import COMPLETED, SuperLink, free_port, private_superlink, run_app
 from federation.run_folder import METRICS, read_events
+from federation.site_file import VARIABLE
 from finetuning.generated import STYLES, examples
 from tests.deployment.deployment import CHECKOUT
+from tests.site_files import write_site
 
 _CLIENTS = STYLES[:2]
 _STEPS, _ROUNDS = 150, 4  # steps per round; rounds, of which the first is not measured
@@ -43,15 +45,16 @@ def deploy(folder: Path, workers: bool) -> list[tuple[float, float]]:
     home = folder / ("workers" if workers else "processes")
     with private_superlink(home, simulated=False) as link:
         for name in _CLIENTS:
-            node = f'name="{name}" data-path="{folder / "data" / name}"'
+            own = home / name
+            own.mkdir()
+            worker = {"worker": own / "worker.sock"} if workers else {}
+            site = write_site(own, name, folder / "data" / name, **worker)
             if workers:
-                socket = home / f"{name}.sock"
-                node += f' worker="{socket}"'
-                command = [sys.executable, "-m", "chambers", "site", "worker", str(socket)]
-                _start(command, link, home / f"{name}-worker.log")
+                command = [sys.executable, "-m", "chambers", "site", "worker", str(own)]
+                _start(command, link, own / "worker.log", site)
             command = ["flower-supernode", "--insecure", "--superlink", link.address]
-            command += ["--host", "127.0.0.1", "--port", str(free_port()), "--node-config", node]
-            _start(command, link, home / f"{name}.log")
+            command += ["--host", "127.0.0.1", "--port", str(free_port())]
+            _start(command, link, own / "supernode.log", site)
         return _run(link, home, {"instruction-key": "none"}, supernodes=None)
 
 
@@ -77,10 +80,11 @@ def _run(
     return [(max(seconds["round", n]), max(seconds["train", n])) for n in measured]
 
 
-def _start(command: list[str], link: SuperLink, log: Path) -> None:
-    """Start a process, which ends with the SuperLink."""
+def _start(command: list[str], link: SuperLink, log: Path, site: Path) -> None:
+    """Start an institution's process, which ends with the SuperLink."""
+    own = link.environment | {VARIABLE: str(site)}
     with log.open("wb") as output:
-        subprocess.Popen(command, cwd=CHECKOUT, env=link.environment, stdout=output, stderr=output)
+        subprocess.Popen(command, cwd=CHECKOUT, env=own, stdout=output, stderr=output)
 
 
 def _write_data(folder: Path) -> None:

@@ -22,7 +22,7 @@ from chambers.sheet.command import Make, Read
 from chambers.site.check import Check
 from chambers.site.nodes import Admit, Expel, Nodes
 from chambers.site.programs import Up, Worker
-from chambers.site.setup import Coordinator, Join
+from chambers.site.setup import Coordinator, Join, Update
 from chambers.site.sign import Sign
 from chambers.status import Status
 from chambers.train import Train
@@ -56,6 +56,7 @@ _SITE_COMMANDS = {
     "up": Up,
     "check": Check,
     "worker": Worker,
+    "update": Update,
 }
 
 

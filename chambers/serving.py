@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from chambers.errors import CommandError, described
 from chambers.sources import find_run, global_adapter, read_run, refuse_other_base, split_adapter
-from federation.messages import is_name
+from federation.names import is_name
 from finetuning.adapters.adapter import State
 from finetuning.adapters.saved import read_adapter
 from finetuning.files import write_secret

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from flwr.common import log
 
-from federation.messages import is_name
 from federation.run_config import Scalar
 from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.partition import partition
@@ -42,18 +41,18 @@ class ClientData:
 def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: int) -> ClientData:
     """Read a client's data, given a run's data settings and seed.
 
-    ``node`` is the SuperNode's config: ``name`` and ``data-path`` or, in simulation, Flower's
-    ``partition-id`` and ``num-partitions``. Raise ``DataError`` if the data is missing, or rows are
+    ``node`` has a site's ``name`` and ``data-path`` or, in simulation, Flower's ``partition-id``
+    and ``num-partitions``. Raise ``DataError`` if the data is missing, or rows are
     malformed.
     """
     reader = _Reader(settings, seed)
-    if "data-path" in node or "partition-id" not in node:
+    if "data-path" in node:
         if settings.pool:
             raise DataError(
                 f'data.pool = "{settings.pool}" is for simulations, but this SuperNode has rows of '
                 "its own"
             )
-        return reader.folder(*name_and_data_path(node))
+        return reader.folder(str(node["name"]), Path(str(node["data-path"])))
     index, count = int(node["partition-id"]), int(node["num-partitions"])
     if settings.pool:
         return reader.pool(count)
@@ -73,25 +72,6 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
         own = _one_of(folders, index, count)
         return reader.folder(own.name, own)
     return reader.share(*reader.parts(path), index, count)
-
-
-def name_and_data_path(node: Mapping[str, Scalar]) -> tuple[str, Path]:
-    """Return the ``name`` and ``data-path``; raise ``DataError`` if one is missing or invalid."""
-    missing = [key for key in ("name", "data-path") if not node.get(key)]
-    if missing:
-        raise DataError(
-            f"--node-config lacks {' and '.join(missing)}; start the SuperNode with, for example, "
-            '--node-config \'name="court" data-path="/data/court"\''
-        )
-    name, path = str(node["name"]), Path(str(node["data-path"])).expanduser()
-    if not is_name(name):
-        raise DataError(
-            f"{name!r} can't be a client's name: use at most 64 letters, digits, ' ', '.', '_' "
-            "or '-' (at most 200 bytes), with a letter, digit or '_' at both ends"
-        )
-    if not path.is_absolute():
-        raise DataError(f'data-path = "{path}" must be an absolute path')
-    return name, path
 
 
 def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:

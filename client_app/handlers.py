@@ -18,7 +18,7 @@ from client_app.audit import describe
 from client_app.data import client_name
 from client_app.institution import Institution, base_model_of, open_institution
 from client_app.policy import check_institution
-from client_app.site import Site, open_site
+from client_app.site import Site, open_site, settings_of
 from client_app.state import ClientState
 from client_app.task import Metrics, Task
 from federation.authentication import AuthenticationError, SignedInstruction
@@ -82,7 +82,10 @@ def _problem(message: Message, context: Context, error: Exception) -> Message:
     """Log an error, and reply with the part that may be sent to the coordinator."""
     text = _reason(error)
     log(ERROR, "%s", text, exc_info=None if text == one_line(str(error)) else error)
-    return answer(message, {"name": str(context.node_config.get("name", "")), "problem": text})
+    name = ""
+    with suppress(UserError):
+        name = str(settings_of(context).get("name", ""))
+    return answer(message, {"name": name, "problem": text})
 
 
 def _reason(error: Exception) -> str:
@@ -110,7 +113,7 @@ def query(message: Message, context: Context, site: Site) -> Message:
     if instruction.name_only and site.is_simulated:
         config = parse_run_config(context.run_config)
         _, digests = base_model_of(config)
-        return answer(message, _about(client_name(config.data, context.node_config), digests))
+        return answer(message, _about(client_name(config.data, site.node), digests))
     config, institution = _open(context, site)
     site.check_budget(config, institution, instruction.round)
     about = _about(institution.name, institution.fingerprint)
@@ -150,7 +153,7 @@ def _about(name: str, fingerprint: Mapping[str, str]) -> dict[str, Any]:
 def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
     config = parse_run_config(context.run_config)
     site.check_run(config)
-    institution = open_institution(config, context.node_config)
+    institution = open_institution(config, site.node)
     if site.policy:
         check_institution(site.policy, config, institution)
     return config, institution

@@ -21,6 +21,8 @@ from federation.flower_internals import (
     message_to_proto,
 )
 from federation.run_config import ConfigError, parse_run_config
+from federation.site_file import own_settings
+from federation.site_policy import PolicyError
 from federation.worker_socket import (
     MAX_TEXT,
     TRANSFER_SECONDS,
@@ -49,8 +51,11 @@ class WorkerEndedError(Exception):
 @app.train()
 @app.evaluate()
 def answer(message: Message, context: Context) -> Message:
-    """Answer a message through the worker named in the SuperNode's config, or in this process."""
-    path = str(context.node_config.get("worker", ""))
+    """Answer a message through the worker that the site file names, or in this process."""
+    path = ""
+    with suppress(PolicyError):  # the handlers reply with this error
+        site = own_settings({}, deployed=False)
+        path = str(site.get("worker", ""))
     if path:
         try:
             return _ask_worker(Path(path), message, context)

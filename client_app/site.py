@@ -1,5 +1,6 @@
 """Apply an institution's policy to a message, and record the message in the audit log."""
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +19,9 @@ from client_app.state import ClientState
 from federation.authentication import AuthenticationError, SignedInstruction, read_public_key
 from federation.messages import Instruction, InstructionError
 from federation.run_config import RunConfig, Scalar
+from federation.site_file import VARIABLE, own_settings
 from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
 
-# Keys of a SuperNode's --node-config.
-_KEYS = ("name", "data-path", "policy", "worker")
 # Keys that Flower sets in simulations.
 _PARTITION_KEYS = {"partition-id", "num-partitions"}
 # Name of the program that a SuperNode, or its SuperExec, starts to run a ClientApp.
@@ -33,6 +33,7 @@ class Site:
     """An institution's policy, and the message to which the policy is applied."""
 
     policy: SitePolicy | None  # None: nothing is recorded; requests for rows' text are refused
+    node: Mapping[str, Scalar]  # settings of this node; see ``settings_of``
     about: Mapping[str, Any]  # client, kind of message, run and round, for the audit log
     is_simulated: bool
 
@@ -43,8 +44,8 @@ class Site:
         elif config.evaluate.shown and not self.is_simulated:
             raise PolicyError(
                 f"evaluate.show-answers = {config.evaluate.show_answers}: text of rows leaves a "
-                "site only if its policy has show-answers = true, but this SuperNode's "
-                "--node-config names no policy"
+                "site only if its policy has show-answers = true, but this site's file names no "
+                "policy"
             )
 
     @property
@@ -129,25 +130,45 @@ class Site:
 
 
 def open_site(message: Message, context: Context) -> Site:
-    """Read the policy named in the SuperNode's configuration, and authenticate the message.
+    """Read this node's settings and its policy, and authenticate the message.
 
-    The content of a signed instruction replaces the message's. Raise ``PolicyError`` if the policy,
-    or its public key, is missing or malformed, or the configuration has unknown keys. Raise
-    ``AuthenticationError`` if the signed instruction is malformed, or if the policy requires a
-    signature and the message has no valid one or is a replay. Raise ``AuditError`` if the message
-    can't be recorded.
+    The content of a signed instruction replaces the message's. Raise ``PolicyError`` if the site
+    file, the policy or its public key is missing or malformed. Raise ``AuthenticationError`` if
+    Flower's node config differs from the site file, if the signed instruction is malformed, or if
+    the policy requires a signature and the message has no valid one or is a replay. Raise
+    ``AuditError`` if the message can't be recorded.
     """
-    node = context.node_config
-    check_keys(node)
+    node = settings_of(context)
     # Flower uses the same handler for "train" and "train.default".
     kind = message.metadata.message_type.partition(".")[0]
     about = {"client": str(node.get("name", "")), "kind": kind}
-    site = Site(_policy_of(node), about, is_simulation(node))
+    site = Site(_policy_of(node, context), node, about, _is_simulated(context))
     try:
+        _check_node_config(context, node)
         return _opened(site, message, context)
     except AuthenticationError as error:
         site.record("refused", problem=str(error))
         raise
+
+
+def settings_of(context: Context) -> Mapping[str, Scalar]:
+    """Return this node's settings: ``name``, ``data-path``, ``policy`` and ``worker``.
+
+    In a simulation, return Flower's partition keys instead. Raise ``PolicyError`` if the site file
+    can't be used.
+    """
+    return own_settings(context.node_config, deployed=_is_deployed())
+
+
+def _check_node_config(context: Context, node: Mapping[str, Scalar]) -> None:
+    """Raise ``AuthenticationError`` if Flower's node config has values that aren't the site's."""
+    differing = sorted(k for k, v in context.node_config.items() if node.get(k) != v)
+    if differing:
+        raise AuthenticationError(
+            f"Flower's node config differs from the site file ({', '.join(differing)}): start the "
+            "SuperNode without --node-config; if it was, another user of this machine has changed "
+            "Flower's context"
+        )
 
 
 def _opened(site: Site, message: Message, context: Context) -> Site:
@@ -160,7 +181,7 @@ def _opened(site: Site, message: Message, context: Context) -> Site:
             raise AuthenticationError(
                 "the instruction is not signed, but the site's policy has an instruction-key"
             )
-        instruction.verify(key, message, context.node_id, context.run_id)
+        instruction.verify(key, message, context)
     if instruction:
         message.content = instruction.content()
         about |= {"nonce": instruction.statement.nonce, "digest": instruction.statement.digest}
@@ -204,34 +225,25 @@ def _check_fresh(
             )
 
 
-def _policy_of(node: Mapping[str, Scalar]) -> SitePolicy | None:
+def _policy_of(node: Mapping[str, Scalar], context: Context) -> SitePolicy | None:
     path = node.get("policy")
     if path is None:
-        if not is_simulation(node):
+        if not _is_simulated(context):
             log(
                 WARNING,
-                "This SuperNode's --node-config names no policy, so the coordinator can request "
-                "anything; see docs/policy.md",
+                "This site's file names no policy, so the coordinator can request anything; see "
+                "docs/policy.md",
             )
         return None
-    if not isinstance(path, str):
-        raise PolicyError(f"policy = {path!r} in --node-config must be the path of a file")
-    return read_policy(path)
+    return read_policy(str(path))
 
 
-def check_keys(node: Mapping[str, Scalar]) -> None:
-    """Raise ``PolicyError`` for unknown keys: a misspelled ``policy`` must not be ignored."""
-    unknown = sorted(node.keys() - {*_KEYS, *_PARTITION_KEYS})
-    if unknown:
-        raise PolicyError(
-            f"--node-config has unknown keys ({', '.join(unknown)}); the keys are "
-            f"{', '.join(_KEYS)} (docs/policy.md)"
-        )
+def _is_deployed() -> bool:
+    """Return whether a SuperExec has started this process."""
+    return Path(sys.argv[0]).name == _DEPLOYED
 
 
-def is_simulation(node: Mapping[str, Scalar]) -> bool:
-    """Return whether a client is simulated, and so has no rows of its own.
-
-    Flower's examples also pass the partition keys to real SuperNodes, which aren't simulated.
-    """
-    return node.keys() == _PARTITION_KEYS and Path(sys.argv[0]).name != _DEPLOYED
+def _is_simulated(context: Context) -> bool:
+    """Return whether a client is simulated, and so has no rows of its own."""
+    has_site = VARIABLE in os.environ or _is_deployed()
+    return not has_site and context.node_config.keys() == _PARTITION_KEYS

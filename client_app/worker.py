@@ -1,12 +1,13 @@
 """The resident worker: a process that answers messages and keeps the model and data in memory.
 
-    python -m client_app.worker SOCKET [--allow-uid UID]
+    CHAMBERS_SITE=/srv/chambers/site.toml python -m client_app.worker [--allow-uid UID]
 
-``chambers site worker`` starts this program. The worker answers one message at a time; meanwhile it
-refuses other messages, so their ClientApp processes answer them. If the caller ends before
-receiving its reply, the worker exits with status 75, since this is the only reliable way to stop
-all computations of a message. It also exits with this status after a GPU kernel has failed, because
-no other kernel could run. A supervisor such as systemd then restarts the worker.
+``chambers site worker`` starts this program, which listens at the socket in the site file. The
+worker answers one message at a time; meanwhile it refuses other messages, so their ClientApp
+processes answer them. If the caller ends before receiving its reply, the worker exits with status
+75, since this is the only reliable way to stop all computations of a message. It also exits with
+this status after a GPU kernel has failed, because no other kernel could run. A supervisor such as
+systemd then restarts the worker.
 """
 
 import argparse
@@ -34,6 +35,8 @@ from federation.flower_internals import (
     message_from_proto,
     message_to_proto,
 )
+from federation.site_file import VARIABLE, own_settings
+from federation.site_policy import PolicyError
 from federation.worker_socket import (
     TRANSFER_SECONDS,
     WorkerError,
@@ -180,17 +183,22 @@ def listening(path: Path, shared: bool) -> Iterator[socket.socket]:
 def main() -> None:
     """Run the worker until the process ends."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("socket", type=Path, help="path of the socket")
     parser.add_argument(
         "--allow-uid", type=int, action="append", default=[], help="id of another user to answer"
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    path = ""
     try:
-        with listening(arguments.socket, shared=bool(arguments.allow_uid)) as listener:
+        path = str(own_settings({}, deployed=True).get("worker", ""))
+        if not path:
+            sys.exit(f"chambers site worker: {os.environ[VARIABLE]} names no worker")
+        with listening(Path(path), shared=bool(arguments.allow_uid)) as listener:
             Worker(listener, {os.getuid(), *arguments.allow_uid}).serve()
+    except PolicyError as error:
+        sys.exit(f"chambers site worker: {error}")
     except (WorkerError, OSError) as error:
-        sys.exit(f"chambers site worker: {arguments.socket}: the worker {error}")
+        sys.exit(f"chambers site worker: {path}: the worker {error}")
 
 
 if __name__ == "__main__":

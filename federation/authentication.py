@@ -6,7 +6,9 @@ instruction therefore carries an Ed25519 signature, and a secret key that the re
 authenticate the reply (HMAC-SHA-256). The HMAC covers both the instruction and the reply.
 """
 
+import hashlib
 import hmac
+import json
 import secrets
 import time
 from collections.abc import Mapping
@@ -17,14 +19,14 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from federation.flower_internals import HttpGrid
 from federation.packed_content import EncryptedArrays, digest_of, pack, unpack
-from federation.run_config import UNSIGNED, ConfigError, RunConfig
+from federation.run_config import UNSIGNED, ConfigError, RunConfig, parse_run_config
 from federation.site_policy import PolicyError
 from finetuning.errors import UserError
 
@@ -55,13 +57,15 @@ class Statement(BaseModel):
     # Key that authenticates the reply.
     secret: str = Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")
     digest: str = Field(pattern="^[0-9a-f]{64}$")  # digest of the instruction's content
+    config: str = Field(pattern="^[0-9a-f]{64}$")  # digest of the run config, which Flower sends
 
 
 class Signer:
-    """Signs the instructions of a run with the coordinator's key."""
+    """Signs the instructions of a run, and its run config, with the coordinator's key."""
 
-    def __init__(self, key: Ed25519PrivateKey) -> None:
+    def __init__(self, key: Ed25519PrivateKey, config: RunConfig) -> None:
         self._key = key
+        self._config = config_digest(config)
         self._last = 0.0
 
     def sign(self, message: Message, shared: EncryptedArrays) -> Statement:
@@ -81,6 +85,7 @@ class Signer:
             expires=self._last + message.metadata.ttl,
             secret=secrets.token_hex(_SECRET_BYTES),
             digest=digest,
+            config=self._config,
         )
         text = statement.model_dump_json().encode()
         signature = self._key.sign(_SIGNED + text)
@@ -115,11 +120,11 @@ class SignedInstruction:
             raise AuthenticationError("the instruction's statement is malformed") from error
         return cls(text, statement, signature, body, dict(content.array_records))
 
-    def verify(self, key: Ed25519PublicKey, message: Message, node: int, run: int) -> None:
+    def verify(self, key: Ed25519PublicKey, message: Message, context: Context) -> None:
         """Verify that the coordinator signed this instruction for this recipient, run and time.
 
-        ``message`` contains this instruction; ``node`` and ``run`` are Flower's ids of this
-        SuperNode and of the run. Raise ``AuthenticationError`` if the verification fails.
+        ``message`` contains this instruction; ``context`` has Flower's ids of this SuperNode and of
+        the run, and the run config. Raise ``AuthenticationError`` if the verification fails.
         """
         statement, now = self.statement, time.time()
         try:
@@ -131,10 +136,16 @@ class SignedInstruction:
             ) from error
         if statement.digest != digest_of(self.body, self.arrays):
             raise AuthenticationError("the instruction's content differs from the signed content")
-        if statement.node != node:
+        if statement.node != context.node_id:
             raise AuthenticationError("the instruction is for a different institution")
-        if (statement.run, statement.kind) != (run, message.metadata.message_type):
+        if (statement.run, statement.kind) != (context.run_id, message.metadata.message_type):
             raise AuthenticationError("the instruction is for a different run or kind of message")
+        try:
+            signed = statement.config == config_digest(parse_run_config(context.run_config))
+        except ConfigError:
+            signed = False
+        if not signed:
+            raise AuthenticationError("the run config differs from the one that was signed")
         if now > statement.expires + CLOCK_SECONDS:
             raise AuthenticationError(
                 f"the instruction expired {now - statement.expires:.0f} s ago; compare this "
@@ -195,6 +206,11 @@ def _bytes_of(record: ConfigRecord, *names: str) -> list[bytes]:
     return values
 
 
+def config_digest(config: RunConfig) -> str:
+    """Return the SHA-256 digest of a run config; missing keys have their default values."""
+    return hashlib.sha256(json.dumps(config.flat(), sort_keys=True).encode()).hexdigest()
+
+
 def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
     """Return the signer of a run's instructions, or None in simulation or if signing is disabled.
 
@@ -217,7 +233,7 @@ def signer_of(config: RunConfig, grid: Grid) -> Signer | None:
             'instruction-key = "/srv/chambers/instructions.key"; or to "none" if all institutions '
             "accept instructions that any of them can forge"
         )
-    return Signer(read_private_key(Path(config.instruction_key).expanduser()))
+    return Signer(read_private_key(Path(config.instruction_key).expanduser()), config)
 
 
 def read_private_key(file: Path) -> Ed25519PrivateKey:

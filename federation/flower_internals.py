@@ -3,7 +3,8 @@
 A new version of Flower may change any of these names: test them before widening the version bounds
 of ``flwr`` in ``pyproject.toml``. Other modules import only names exported by ``flwr.app``,
 ``flwr.clientapp``, ``flwr.common``, ``flwr.serverapp`` and ``flwr.serverapp.strategy``.
-``strategies/bounded_pull.py`` also replaces the private client of an ``HttpGrid``.
+``strategies/bounded_pull.py`` also replaces the private client of an ``HttpGrid``, and the programs
+in ``chambers/flower`` import what they replace in Flower's programs.
 """
 
 # Other modules import these names from here.

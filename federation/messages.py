@@ -4,7 +4,6 @@ Every message contains a ConfigRecord ``config``; adapters are sent as float32 A
 client that can't carry out an instruction replies with a ``problem``: the text of the error.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -42,11 +41,6 @@ MODELS = ("base", "alone", "global", "personalised")
 
 # Larger metrics could overflow in plots; TensorBoard stores them as float32.
 LARGEST_METRIC = 1e30
-
-# Pattern of a client's name, which is also used as a folder name.
-NAME = re.compile(r"\w[\w .-]{0,62}\w|\w")
-# File systems limit a folder name to 255 bytes; temporary names are a few bytes longer.
-_MAX_NAME_BYTES = 200
 
 State = dict[str, torch.Tensor]
 
@@ -94,11 +88,6 @@ class Instruction:
 
 
 _INSTRUCTION = TypeAdapter(Instruction)
-
-
-def is_name(text: str) -> bool:
-    """Return whether a text is a valid client name."""
-    return NAME.fullmatch(text) is not None and len(text.encode()) <= _MAX_NAME_BYTES
 
 
 def one_line(text: str) -> str:

@@ -38,11 +38,11 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
 
-class _Table(Section, strict=True, populate_by_name=False):
-    """A table of the policy: immutable, with no unknown keys and no type conversion."""
+class Table(Section, strict=True, populate_by_name=False):
+    """A table of a site's file: immutable, with no unknown keys and no type conversion."""
 
 
-class SplitPolicy(_Table):
+class SplitPolicy(Table):
     """Limits for split learning, which sends hidden states of private text to a block server."""
 
     allowed: bool = Field(
@@ -65,7 +65,7 @@ class SplitPolicy(_Table):
     )
 
 
-class PrivacyPolicy(_Table):
+class PrivacyPolicy(Table):
     """Row-level differential privacy for training that sends adapters."""
 
     epsilon: PositiveFloat | None = Field(
@@ -98,7 +98,7 @@ class PrivacyPolicy(_Table):
         return Path(self.account or platformdirs.user_state_path("chambers") / "privacy.jsonl")
 
 
-class SitePolicy(_Table):
+class SitePolicy(Table):
     """Limits on what a coordinator may request from this institution."""
 
     strategies: list[StrategyName] | None = Field(
@@ -209,7 +209,7 @@ def read_policy(path: str) -> SitePolicy:
     try:
         policy = SitePolicy.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except ValidationError as error:
-        mistakes = "; ".join(_explain(dict(problem)) for problem in error.errors())
+        mistakes = "; ".join(explain(dict(problem)) for problem in error.errors())
         raise PolicyError(f"the site's policy {path} is invalid: {mistakes}") from error
     except OSError as error:
         raise PolicyError(f"the site's policy {path} can't be read: {error.strerror}") from error
@@ -223,7 +223,7 @@ def read_policy(path: str) -> SitePolicy:
     return policy
 
 
-def _explain(problem: dict[str, Any]) -> str:
+def explain(problem: dict[str, Any]) -> str:
     """Return a key and its error, without the value, which is private to the site."""
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":

@@ -99,7 +99,7 @@ class DataSettings(Section):
         description="Absolute path, for simulations: a folder with one folder per client "
         "(`court/train.jsonl`, `court/test.jsonl`, …), or one data set (a file, a folder with "
         "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. In "
-        "a deployment, each SuperNode sets its own path with `--node-config 'data-path=\"…\"'`.",
+        "a deployment, each institution sets its own path in its [site file](policy.md).",
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",

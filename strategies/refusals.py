@@ -20,10 +20,10 @@ from federation.messages import (
     TRAIN_EXAMPLES,
     answers_problem,
     config_of,
-    is_name,
     metrics_of,
     problem_of,
 )
+from federation.names import is_name
 from finetuning.model.fingerprint import differences
 from split.protocol.errors import printable
 
@@ -101,7 +101,7 @@ def reason_to_refuse_registration(
     if assigned and name != assigned:
         return (
             f"its SuperNode is registered as {assigned!r} (flwr supernode register --name), but "
-            f"its --node-config has name {name!r}; make them equal"
+            f"its site file has name {name!r}; make them equal"
         )
     # Names are used as folder names, and some file systems are case-insensitive.
     if name.casefold() in {other.casefold() for other in taken}:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from federation.run_config import RunConfig, allowed, leaves
+from federation.site_file import SiteFile
 from federation.site_policy import SitePolicy
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -28,8 +29,16 @@ def policy_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def site_table() -> str:
+    """Return the table of the site file's keys in ``docs/policy.md``."""
+    lines = ["| key of the site file | meaning |", "|---|---|"]
+    for field in SiteFile.model_fields.values():
+        lines.append(f"| `{field.alias}` | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    """Replace the tables in both pages."""
+    """Replace the tables of settings in both pages."""
     for name, table in (("configuration.md", run_config_table()), ("policy.md", policy_table())):
         page = (DOCS / name).read_text(encoding="utf-8")
         (before, old, after) = re.split(r"(^\| key \| default \|.*\n(?:\|.*\n)*)", page, flags=re.M)

@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from chambers.__main__ import main
 from chambers.superlink import private_superlink, run_app
 from federation.run_folder import METRICS, read_events
+from federation.site_file import VARIABLE
 from tests.client_app.worker_process import RunningWorker, running_worker
+from tests.site_files import write_site
 from tests.strategies.grids import same
 from tests.waiting import wait_until
 
@@ -32,21 +34,27 @@ pytestmark = pytest.mark.slow
 RANK = 56_000
 
 
-def start_supernode(link, name: str, data: Path, log: Path, node: str = "") -> subprocess.Popen:
+def start_supernode(link, site: Path) -> subprocess.Popen:
+    """Start the SuperNode of a site file, with its log beside it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with log.open("wb") as output:
+    with site.with_name("node.log").open("wb") as output:
         return subprocess.Popen(
             [
                 *("flower-supernode", "--insecure", "--superlink", link.address),
                 *("--host", "127.0.0.1", "--port", str(port)),
-                *("--node-config", f'name="{name}" data-path="{data}" {node}'),
             ],
-            env=link.environment,
+            env=link.environment | {VARIABLE: str(site)},
             stdout=output,
             stderr=output,
         )
+
+
+def new_site(folder: Path, name: str, data: Path, **other: Path) -> Path:
+    """Write a site file into a new folder with the institution's name."""
+    (folder / name).mkdir()
+    return write_site(folder / name, name, data, **other)
 
 
 @pytest.mark.nightly
@@ -68,7 +76,7 @@ def test_supernodes_train_together_and_keep_large_states(
     }
     with private_superlink(tmp_path / "flower", simulated=False) as link:
         nodes = [
-            start_supernode(link, name, client_folders / name, tmp_path / f"{name}.log")
+            start_supernode(link, new_site(tmp_path, name, client_folders / name))
             for name in NAMES[:2]
         ]
         status = run_app(ROOT, link, UNSIGNED | config)
@@ -108,7 +116,7 @@ def test_three_supernodes_train_a_split_model(deep_checkpoint, client_folders, t
     }
     with private_superlink(tmp_path / "flower", simulated=False) as link:
         for name in NAMES:
-            start_supernode(link, name, client_folders / name, tmp_path / f"{name}.log")
+            start_supernode(link, new_site(tmp_path, name, client_folders / name))
         status = run_app(ROOT, link, UNSIGNED | config)
         assert status == "finished:completed", capfd.readouterr().out
     (directory,) = (tmp_path / "runs").iterdir()
@@ -149,16 +157,15 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
         "state-path": str(tmp_path / "state"),
     }
     with private_superlink(tmp_path / "flower", simulated=False) as link:
-        start_supernode(link, "alpha", tmp_path / "alpha", tmp_path / "alpha.log")
-        named = f'policy="{policy}"'
-        start_supernode(link, "beta", client_folders / "beta", tmp_path / "beta.log", named)
+        start_supernode(link, write_site(tmp_path / "alpha", "alpha", tmp_path / "alpha"))
+        start_supernode(link, new_site(tmp_path, "beta", client_folders / "beta", policy=policy))
         assert run_app(ROOT, link, UNSIGNED | config).startswith("finished:failed")
         shown = capfd.readouterr().out
     assert "alpha/train.jsonl:1: the chat template rejects this row" in shown
     assert "the site's policy refuses rounds = 5 (max-rounds = 1)" in shown
-    own_log = (tmp_path / "alpha.log").read_text()
+    own_log = (tmp_path / "alpha" / "node.log").read_text()
     assert f"odd turn: {word}" in own_log
-    assert "--node-config names no policy" in own_log
+    assert "This site's file names no policy" in own_log
     assert word not in shown
     for file in (tmp_path / "flower").rglob("*"):
         assert not file.is_file() or word.encode() not in file.read_bytes(), file
@@ -184,9 +191,8 @@ def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
     with private_superlink(tmp_path / "flower", simulated=False) as link, ExitStack() as stack:
         for name in NAMES[:2]:
             (own := tmp_path / name).mkdir()
-            worker = stack.enter_context(running_worker(own))
-            node = f'worker="{worker.socket}"'
-            start_supernode(link, name, client_folders / name, own / "node.log", node)
+            worker = stack.enter_context(running_worker(own, client_folders / name, name))
+            start_supernode(link, own / "site.toml")
         stack.enter_context(slowed(worker))
         assert run_app(ROOT, link, UNSIGNED | config) == "finished:completed"
         (waited,) = runs.iterdir()
@@ -249,9 +255,8 @@ def test_a_reply_after_the_time_limit_is_averaged(checkpoint, client_folders, tm
     with private_superlink(tmp_path / "flower", simulated=False) as link, ExitStack() as stack:
         for name in NAMES[:2]:
             (own := tmp_path / name).mkdir()
-            worker = stack.enter_context(running_worker(own))
-            node = f'worker="{worker.socket}"'
-            start_supernode(link, name, client_folders / name, own / "node.log", node)
+            worker = stack.enter_context(running_worker(own, client_folders / name, name))
+            start_supernode(link, own / "site.toml")
 
         def pause() -> None:
             wait_until(lambda: [*state.glob("*/beta/unfinished/progress.json")], 300)
@@ -289,11 +294,11 @@ def test_resident_workers_answer_as_processes_do(checkpoint, client_folders, tmp
             workers = {}
             for name in NAMES[:2]:
                 (own := folder / name).mkdir()
-                node = ""
+                site = write_site(own, name, client_folders / name)
                 if kind == "workers":
-                    workers[name] = stack.enter_context(running_worker(own))
-                    node = f'worker="{workers[name].socket}"'
-                start_supernode(link, name, client_folders / name, own / "node.log", node)
+                    worker = running_worker(own, client_folders / name, name)
+                    workers[name] = stack.enter_context(worker)
+                start_supernode(link, site)
             status = run_app(ROOT, link, UNSIGNED | config)
             assert status == "finished:completed", capfd.readouterr().out
             for name, worker in workers.items():

@@ -68,6 +68,6 @@ def test_each_threat_has_a_command_that_shows_what_protects():
     marks = [row.split("|")[-2].strip() for row in table.splitlines()[2:]]
     (block,) = re.findall(r"```sh\n(# \(1\).*?)```", text, flags=re.DOTALL)
     parts = re.split(r"^# (?=\()", block, flags=re.MULTILINE)[1:]
-    assert [part[:3] for part in parts] == marks == ["(1)", "(2)", "(3)", "(4)"]
+    assert [part[:3] for part in parts] == marks == ["(1)", "(2)", "(3)", "(4)", "(5)"]
     for part in parts:
         assert re.search(r"^python -m pytest tests/", part, flags=re.MULTILINE), part

@@ -1,5 +1,7 @@
 """``chambers site check``: the command, its report, and the checks of any machine."""
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ from chambers.errors import CommandError
 from chambers.site import host
 from chambers.sources import argument, option
 from finetuning.errors import UserError
+
+_OTHER = 65534  # id of the user and group nobody, who stand for all others
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,20 @@ class Check:
     def __call__(self) -> int:
         """Run all checks, and print a line for each check."""
         folder = self.folder.absolute()
+        is_institution = (folder / host.INSTITUTION).exists()
+        port = 9094 if is_institution else 8000
+        reach = who_reaches(port)  # as root, before the user changes
         host.enter(folder)
-        if (folder / host.INSTITUTION).exists():
+        if is_institution:
             from chambers.site.check_institution import check_institution
 
-            return 0 if check_institution(folder, self.model, self.task).passed else 1
-        from chambers.site.check_coordinator import check_coordinator
+            report = check_institution(folder, self.model, self.task)
+        else:
+            from chambers.site.check_coordinator import check_coordinator
 
-        return 0 if check_coordinator(folder, self.model).passed else 1
+            report = check_coordinator(folder, self.model)
+        report.line(_closed, port, reach)
+        return 0 if report.passed else 1
 
 
 class AdviceError(CommandError):
@@ -77,6 +87,50 @@ class Report:
         print(f"fix  {problem}", flush=True)
         self.passed = False
         return False
+
+
+def who_reaches(port: int) -> str:
+    """Return who can connect to a port of this machine: ``nobody``, ``root`` or ``everybody``.
+
+    Only root can find out; return an empty string to others.
+    """
+    if os.geteuid() != 0:
+        return ""
+    if not _connects(port):
+        return "nobody"
+    if not (child := os.fork()):
+        os.setgroups([])
+        os.setgid(_OTHER)
+        os.setuid(_OTHER)
+        os._exit(_connects(port))
+    return "everybody" if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) else "root"
+
+
+def _connects(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _closed(port: int, reach: str) -> str:
+    """Check whether other users of this machine can use a port that is meant for its programs."""
+    if not reach:
+        raise AdviceError(f"only root can check whether other users reach port {port}")
+    if reach == "everybody":
+        use = (
+            "all interfaces of the SuperLink, and so run code at the coordinator and institutions"
+            if port == 8000
+            else "the SuperNode's interface, which only superexec.secret and tokens protect"
+        )
+        raise AdviceError(
+            f"every user of this machine can use {use} (port {port}): load nftables.conf, as "
+            "docs/deployment.md describes"
+        )
+    if reach == "nobody":
+        return f"no program listens at 127.0.0.1:{port} of this machine"
+    return f"port {port} is closed to the other users of this machine"
 
 
 def disk(path: Path, cure: str = "delete old runs") -> str:

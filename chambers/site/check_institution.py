@@ -1,8 +1,10 @@
 """Checks of an institution's machine."""
 
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import platformdirs
 import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -11,12 +13,13 @@ from pydantic import ValidationError
 from chambers.errors import CommandError, read_bytes
 from chambers.site import host
 from chambers.site.authority import AUTHORITY
-from chambers.site.check import Report, check_model, disk, gpu
+from chambers.site.check import AdviceError, Report, check_model, disk, gpu
 from chambers.site.connection import clock, filtered, healthy, is_registered, lasting, lasting_file
 from chambers.site.keys import read_node_key
-from client_app.data import name_and_data_path
+from chambers.site.programs import PORT
 from client_app.privacy_account import PrivacyAccount
 from federation.authentication import parse_public_key, read_public_key
+from federation.site_file import VARIABLE, SiteFile, read_site_file
 from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker
 from finetuning.data.formats import DataError
@@ -44,10 +47,13 @@ def check_institution(
         report.line(filtered, superlink, authority)
         if report.line(clock, answer.ahead) and has_key and registered:
             report.line(_registered, superlink, authority, key_file)
+            report.line(_online, folder)
     report.line(_trusted, folder / host.TRUSTED)
-    report.line(_policy, folder / "policy.toml")
-    report.line(_data, values["INSTITUTION"], folder / "data", task)
-    report.line(_worker, values["WORKER"])
+    if report.line(_site, folder / host.SITE):
+        site = read_site_file(folder / host.SITE)
+        report.line(_policy, site.policy, folder / host.SITE)
+        report.line(_data, site, task)
+        report.line(_worker, site.worker)
     if model:
         report.line(check_model, model)
     report.line(disk, platformdirs.user_state_path("chambers"))
@@ -70,6 +76,28 @@ def _registered(superlink: str, authority: Path, file: Path) -> str:
     return f"{file} is registered"
 
 
+def _online(folder: Path) -> str:
+    """Check that this institution's SuperNode runs and is in contact with the coordinator."""
+    # With ``site up``, in a unit, and from another container.
+    places = ["127.0.0.1:9094", "supernode:9094"]
+    if (folder / PORT).exists():
+        places.insert(0, f"127.0.0.1:{(folder / PORT).read_text()}")
+    answer = None
+    for place in places:
+        with suppress(httpx.HTTPError), httpx.Client(trust_env=False) as client:
+            answer = client.get(f"http://{place}/health", timeout=10)
+            break
+    if answer is None:
+        raise AdviceError("the SuperNode isn't running, so this institution can't take part")
+    if answer.status_code != 200:
+        since = answer.json().get("offline-since", "its start")
+        raise CommandError(
+            f"the SuperNode is offline since {since} (UTC), although {folder / 'node'} is "
+            "registered: see its log"
+        )
+    return "the SuperNode is in contact with the coordinator"
+
+
 def _trusted(file: Path) -> str:
     """Check the keys of trusted reviewers, whose signatures of releases are accepted."""
     try:
@@ -89,9 +117,22 @@ def _trusted(file: Path) -> str:
     return f"{file}: accepts releases signed by {' or '.join(map(str, entities))}"
 
 
-def _policy(file: Path) -> str:
+def _site(file: Path) -> str:
+    """Check the site file, and that the SuperExec's unit names it."""
+    if not file.exists():
+        raise CommandError(f"{file} doesn't exist: chambers site update {file.parent} writes it")
+    site = read_site_file(file)
+    unit = file.parent / "systemd" / "chambers-clientapp.service"
+    if unit.exists() and f"{VARIABLE}={file}" not in unit.read_text(encoding="utf-8"):
+        raise CommandError(f"{unit} doesn't name {file}: run chambers site update {file.parent}")
+    return f"{file}: only root and this user can change it and {site.policy or 'no policy'}"
+
+
+def _policy(file: str, site: Path) -> str:
     """Check the policy and the privacy account."""
-    policy = read_policy(str(file))
+    if not file:
+        raise CommandError(f"{site} names no policy, so the coordinator can request anything")
+    policy = read_policy(file)
     key, privacy = policy.instruction_key, policy.privacy
     if not key:
         raise CommandError(
@@ -107,14 +148,14 @@ def _policy(file: Path) -> str:
     return text
 
 
-def _data(name: str, data: Path, task: str) -> str:
-    """Check the institution's name and data."""
+def _data(site: SiteFile, task: str) -> str:
+    """Check the institution's data."""
     try:
         settings = DataSettings.model_validate({"task": task})
     except ValidationError as error:
         raise CommandError(f"--task {task}: {error.errors()[0]['msg']}") from error
     try:
-        name, path = name_and_data_path({"name": name, "data-path": str(data)})
+        path = Path(site.data_path)
         train, test = find_parts(path, held_out_part(settings))
         rows = len(read_task_rows(train, settings))
         held_out = (
@@ -125,7 +166,7 @@ def _data(name: str, data: Path, task: str) -> str:
     except DataError as error:
         advice = "" if task else "\n  (if the planned run sets data.task, add --task)"
         raise CommandError(f"{error}{advice}") from error
-    return f"{name}: {rows} training rows and {held_out} in {path}"
+    return f"{site.name}: {rows} training rows and {held_out} in {path}"
 
 
 def _worker(socket: str) -> str:

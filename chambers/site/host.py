@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ from finetuning.files import write_file, write_secret
 from finetuning.model.names import BUILT_IN, hub_id
 
 # Names of files in the folder.
-INSTITUTION, TRUSTED, _SECRET = "institution.env", "trusted.yaml", "superexec.secret"
+INSTITUTION, SITE, TRUSTED = "institution.env", "site.toml", "trusted.yaml"
+_SECRET = "superexec.secret"
 FOLDER = option("Folder of the host; default: the current folder.", "FOLDER")
 MODEL = option("Base model of runs: a folder, a GGUF file, tiny or smollm2.", "PATH")
 
@@ -40,7 +42,7 @@ def open_folder(path: Path, model: str) -> Path:
 
 def check_name(name: str) -> None:
     """Raise ``CommandError`` unless a text can be the name of an institution."""
-    from federation.messages import is_name
+    from federation.names import is_name
 
     if not is_name(name):
         raise CommandError(f"--name {name}: use at most 64 letters, digits, '.', '_' and '-'")
@@ -64,22 +66,42 @@ def complete(folder: Path, files: Iterable[str], model: str, values: Mapping[str
         }
     else:
         link(folder / "model", Path(model))
-    values = {
-        **values,
-        "/srv/chambers": str(folder),
-        "/opt/chambers/bin": str(Path(sys.executable).parent),
-        "/usr/sbin/nginx": shutil.which("nginx") or "/usr/sbin/nginx",
-    }
     for file in files:
-        # The template of state/.flwr/config.toml is config.toml.
-        template, target = TEMPLATES / file.removeprefix("state/.flwr/"), folder / file
-        text = template.read_text(encoding="utf-8")
-        for old, new in values.items():
-            text = text.replace(old, new)
+        target, text = folder / file, rendered(folder, file, values)
         if not target.exists():
             write_file(target, text)
         elif target.read_text(encoding="utf-8") != text:
             print(f"{target} is not changed; for a new one, delete it and run this again")
+
+
+def rendered(folder: Path, file: str, values: Mapping[str, str]) -> str:
+    """Return the content of a file of a host, from its template; ``values`` as in ``complete``."""
+    # The template of state/.flwr/config.toml is config.toml.
+    text = (TEMPLATES / file.removeprefix("state/.flwr/")).read_text(encoding="utf-8")
+    values = {
+        **values,
+        "/srv/chambers": str(folder),
+        "/opt/chambers/bin": str(Path(sys.executable).parent),
+        "/usr/sbin/nginx": _nginx(),
+        "daemon off;": f"{stream_module()}daemon off;",
+    }
+    for old, new in values.items():
+        text = text.replace(old, new)
+    return text
+
+
+def _nginx() -> str:
+    return shutil.which("nginx") or "/usr/sbin/nginx"
+
+
+def stream_module() -> str:
+    """Return the directive that loads nginx's stream module, if the module is a separate file."""
+    if not shutil.which(_nginx()):
+        return ""
+    built = subprocess.run([_nginx(), "-V"], stderr=subprocess.PIPE, text=True, check=False).stderr
+    folder = re.search(r"--modules-path=(\S+)", built)
+    file = Path(folder[1] if folder else "/", "ngx_stream_module.so")
+    return f"load_module {file}; " if "--with-stream=dynamic" in built and file.exists() else ""
 
 
 def link(path: Path, target: Path) -> None:

@@ -14,8 +14,13 @@ from threading import Thread
 from typing import Annotated, NoReturn
 
 from chambers.errors import CommandError, interrupt_at_end
-from chambers.site.host import enter, read_environment
+from chambers.site.host import SITE, enter, read_environment
 from chambers.sources import argument, option
+from federation.site_file import VARIABLE, read_site_file
+from finetuning.files import write_file
+
+# File in a host's folder with the port of the SuperNode that ``chambers site up`` has started.
+PORT = Path("state", "supernode.port")
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,13 @@ class Up:
 
     def __call__(self) -> int:
         """Run until interrupted, and return 0; return 1 if a program has ended."""
-        from chambers.superlink import MARK, end_processes
+        from chambers.superlink import MARK, end_processes, free_port
 
         folder = self.folder.absolute()
         enter(folder)
-        programs = _read_programs(folder)
+        port = free_port()
+        programs = _read_programs(folder, port)
+        write_file(folder / PORT, str(port))
         logs = folder / "state" / "logs"
         logs.mkdir(exist_ok=True)
         interrupt_at_end()
@@ -63,18 +70,17 @@ class Up:
             return 0
         finally:
             end_processes(mark)
+            (folder / PORT).unlink(missing_ok=True)
         print(f"chambers site up: {name} has ended; see {logs}/{name}.log", file=sys.stderr)
         return 1
 
 
-def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
+def _read_programs(folder: Path, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return the command and the environment variables of each unit in a host's folder.
 
-    Hosts on one machine share its ports, so each SuperNode has a free port.
+    Hosts on one machine share its ports, so each SuperNode has a free ``port``.
     """
-    from chambers.superlink import free_port
-
-    port, programs = free_port(), {}
+    programs = {}
     # The programs end even if this process is killed.
     bound = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     for unit in sorted((folder / "systemd").glob("*.service")):
@@ -83,21 +89,23 @@ def _read_programs(folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
         text = text.replace("127.0.0.1:9094", f"127.0.0.1:{port}")
         if os.geteuid() == 0:  # otherwise, nginx would read files as another user
             text = text.replace("daemon off;", "daemon off; user root;")
-        variables = {"WORKER": ""}  # unless institution.env sets it
+        variables: dict[str, str] = {}
         command = []
         for key, _, value in (line.partition("=") for line in text.splitlines()):
             if key == "EnvironmentFile":
                 variables |= read_environment(Path(value))
             elif key == "Environment":
-                name, _, assigned = shlex.split(value)[0].partition("=")
-                variables[name] = assigned
+                variable, _, assigned = shlex.split(value)[0].partition("=")
+                variables[variable] = assigned
             elif key == "ExecStart":
                 words = [Template(word).safe_substitute(variables) for word in shlex.split(value)]
                 command = [word for word in words if "--health-server-address" not in word]
+        name = unit.stem.removeprefix("chambers-")
+        if name == "firewall" or (name == "worker" and not read_site_file(folder / SITE).worker):
+            continue
         if not shutil.which(command[0]):
             raise CommandError(f"{command[0]}, which {unit} starts, is not installed")
-        if command[-1]:  # the worker has no socket unless institution.env names one
-            programs[unit.stem.removeprefix("chambers-")] = ([*bound, *command], variables)
+        programs[name] = ([*bound, *command], variables)
     if not programs:
         raise CommandError(f"{folder} has no units in the folder systemd")
     return programs
@@ -118,14 +126,15 @@ class Worker:
     """Answer this institution's messages in one process that keeps model and data in memory.
 
     \b
-      chambers site worker /run/chambers/worker.sock
+      chambers site worker /srv/chambers
 
-    Without a worker, each message starts a process that loads model and data again. Set the socket
-    in the SuperNode's configuration: --node-config 'worker="/run/chambers/worker.sock" …'. Don't
-    share the folder with other sites. docs/worker.md describes when a running worker isn't used.
+    Without a worker, each message starts a process that loads model and data again. FOLDER is the
+    institution's, by default the current one; its site.toml must name the worker's socket. Don't
+    share the socket's folder with other sites. docs/worker.md describes when a running worker isn't
+    used.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    socket: Annotated[Path, argument("SOCKET")]
+    folder: Annotated[Path, argument("[FOLDER]")] = Path()
     allow_uid: Annotated[
         list[int] | None,
         option("Another user whose ClientApps may use the worker; may be repeated.", "UID"),
@@ -135,7 +144,8 @@ class Worker:
         """Replace this process with the worker."""
         allowed = [f"--allow-uid={uid}" for uid in self.allow_uid or []]
         # -P prevents imports from the working directory, which other users may control.
-        command = [sys.executable, "-P", "-m", "client_app.worker", str(self.socket), *allowed]
+        command = [sys.executable, "-P", "-m", "client_app.worker", *allowed]
         code = Path(__file__).resolve().parents[2]
+        own = {"PYTHONPATH": str(code), VARIABLE: str(self.folder.absolute() / SITE)}
         sys.stdout.flush()
-        os.execve(command[0], command, {**os.environ, "PYTHONPATH": str(code)})
+        os.execve(command[0], command, {**os.environ, **own})

@@ -1,4 +1,4 @@
-"""``chambers site coordinator`` and ``join``: set up the folders of hosts."""
+"""``chambers site coordinator``, ``join`` and ``update``: set up the folders of hosts."""
 
 import shutil
 import time
@@ -10,6 +10,7 @@ from chambers.errors import CommandError
 from chambers.site import host
 from chambers.sources import argument, option
 from chambers.train import read_settings
+from finetuning.files import write_file
 from finetuning.model.names import BUILT_IN, TINY
 
 if TYPE_CHECKING:
@@ -17,14 +18,23 @@ if TYPE_CHECKING:
 
 _SENT = "for-institutions"
 _DAYS = 365  # for which a new certificate is valid
-_COORDINATOR_FILES = (
-    *("flower.env", "state/.flwr/config.toml", "nginx.conf", "run.toml"),
+_FIREWALL = ("nftables.conf", "systemd/chambers-firewall.service")
+_COORDINATOR_PROGRAMS = (
+    *("nginx.conf", *_FIREWALL),
     *(f"systemd/chambers-{name}.service" for name in ("superlink", "serverapp", "proxy")),
 )
+_COORDINATOR_FILES = (
+    *("flower.env", "state/.flwr/config.toml", "run.toml"),
+    *_COORDINATOR_PROGRAMS,
+)
 _RECEIVED = ("authority.pem", "instructions.pub", host.TRUSTED)
-_INSTITUTION_FILES = (
-    *("flower.env", host.INSTITUTION, "policy.toml"),
+_INSTITUTION_PROGRAMS = (
+    *_FIREWALL,
     *(f"systemd/chambers-{name}.service" for name in ("supernode", "clientapp", "worker")),
+)
+_INSTITUTION_FILES = (
+    *("flower.env", host.INSTITUTION, host.SITE, "policy.toml"),
+    *_INSTITUTION_PROGRAMS,
 )
 _POLL_SECONDS = 2.0
 
@@ -124,6 +134,7 @@ class Join:
             "coordinator.example.org:8443": self.coordinator,
             "coordinator.example.org": server,
             "INSTITUTION=court": f"INSTITUTION={self.name}",
+            'name = "court"': f'name = "{self.name}"',
         }
         host.complete(folder, _INSTITUTION_FILES, self.model, values)
         print("compare with the coordinator and the reviewer by telephone:")
@@ -149,4 +160,44 @@ class Join:
                 return 1
             time.sleep(_POLL_SECONDS)
         print(f"{self.name} is admitted; start the programs:\n  chambers site up {folder}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """Replace a host's units and proxy configuration by those of this version of Chambers.
+
+    \b
+      chambers site update /srv/chambers
+
+    FOLDER is the host's, by default the current one. Each replaced file is kept with the suffix
+    .old. At an institution without a site.toml, write it, from institution.env. Then run systemctl
+    daemon-reload, and restart the programs.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    folder: Annotated[Path, argument("[FOLDER]")] = Path()
+
+    def __call__(self) -> int:
+        """Replace the files, and name each of them."""
+        folder = self.folder.absolute()
+        if not (folder / "state").is_dir():
+            raise CommandError(f"{folder} is not a host's folder: name the folder")
+        environment = folder / host.INSTITUTION
+        files = _INSTITUTION_PROGRAMS if environment.exists() else _COORDINATOR_PROGRAMS
+        for file in files:
+            target, text = folder / file, host.rendered(folder, file, {})
+            if target.exists() and target.read_text(encoding="utf-8") == text:
+                continue
+            if target.exists():
+                target.replace(f"{target}.old")
+            write_file(target, text)
+            print(f"{target} is new")
+        if environment.exists() and not (folder / host.SITE).exists():
+            before = host.read_environment(environment)
+            values = {'name = "court"': f'name = "{before["INSTITUTION"]}"'}
+            if before.get("WORKER"):
+                values["# worker = "] = "worker = "
+                values["/srv/chambers/state/worker.sock"] = before["WORKER"]
+            write_file(folder / host.SITE, host.rendered(folder, host.SITE, values))
+            print(f"{folder / host.SITE} is new")
         return 0

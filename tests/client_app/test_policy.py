@@ -2,8 +2,8 @@
 
 import json
 import math
+import re
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,22 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from client_app.policy import check_run
-from client_app.site import is_simulation
 from federation.messages import ANSWERS, ARRAYS, CONFIG, LANE, METRICS
 from federation.run_config import parse_run_config
+from federation.site_file import SiteFile
 from federation.site_policy import PolicyError, SitePolicy, read_policy
 from finetuning.model.fingerprint import digest
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
-from tests.setting_tables import policy_table
+from tests.setting_tables import policy_table, site_table
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def test_documentation_has_every_key_and_a_valid_example():
     page = (ROOT / "docs" / "policy.md").read_text()
-    assert policy_table() in page
-    example = page.partition("```toml\n")[2].partition("```")[0]
+    assert policy_table() in page and site_table() in page
+    site, example = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)[:2]
+    assert SiteFile.model_validate(tomllib.loads(site)).policy
     policy = SitePolicy.model_validate(tomllib.loads(example))
     assert policy.model_fields_set >= SitePolicy.model_fields.keys() - {"split", "privacy"}
 
@@ -66,12 +67,6 @@ def test_a_policy_that_is_named_and_missing_refuses_everything(site, path):
     site.node["policy"] = path
     for kind in ("query", "train", "evaluate"):
         assert "policy" in site.refusal(kind)
-
-
-def test_a_misspelled_key_of_the_node_config_refuses_everything(site):
-    site.node["polciy"] = site.node.pop("policy")
-    for kind in ("query", "train", "evaluate"):
-        assert "unknown keys (polciy); the keys are name, data-path, policy" in site.refusal(kind)
 
 
 @given(st.text())
@@ -446,16 +441,9 @@ def test_text_of_rows_leaves_only_if_a_policy_opens_it(site):
     for _ in range(2):
         for kind in ("query", "train", "evaluate"):
             problem = site.refusal(kind, None, changed)
-            assert "this SuperNode's --node-config names no policy" in problem
+            assert "this site's file names no policy" in problem
         # Keys from Flower's examples don't turn the SuperNode into a simulated one.
         site.node |= {"partition-id": 0, "num-partitions": 2}
-
-
-def test_a_simulation_s_keys_alone_make_no_simulation(monkeypatch):
-    keys = {"partition-id": 0, "num-partitions": 2}
-    assert is_simulation(keys) and not is_simulation(keys | {"name": "court"})
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/flwr-clientapp", "--insecure"])
-    assert not is_simulation(keys)
 
 
 def test_more_steps_than_there_is_time_for_are_not_even_listed(site):

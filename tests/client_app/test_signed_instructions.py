@@ -17,6 +17,7 @@ from federation.authentication import (
 )
 from federation.messages import ARRAYS, CONFIG
 from federation.packed_content import EncryptedArrays
+from federation.run_config import parse_run_config
 
 SETTINGS = {"train.local-steps": 1}
 
@@ -32,7 +33,8 @@ class SignedSite:
         self.site, self.key = site, Ed25519PrivateKey.generate()
         write_pair(site.folder / "instructions", self.key)
         site.decide(f'instruction-key = "{site.folder / "instructions.pub"}"\n')
-        self.signer = Signer(self.key)
+        self.config = parse_run_config(site.values | SETTINGS)
+        self.signer = Signer(self.key, self.config)
 
     def signed(self, kind="train", signer=None, **instruction):
         message = self.site.message(kind, **instruction)
@@ -76,7 +78,8 @@ def test_an_unsigned_instruction_is_refused_and_logged(signed_site):
 
 
 def test_an_instruction_signed_with_another_key_is_refused(signed_site):
-    message, statement = signed_site.signed(signer=Signer(Ed25519PrivateKey.generate()))
+    other = Signer(Ed25519PrivateKey.generate(), signed_site.config)
+    message, statement = signed_site.signed(signer=other)
     assert "not signed with the coordinator's key" in signed_site.refusal(message, statement)
     assert len(signed_site.site.lines("refused")) == 1
 
@@ -170,6 +173,15 @@ def test_all_of_its_content_is_signed(signed_site, change):
     message, statement = signed_site.signed()
     change(message)
     assert "differs from the signed content" in signed_site.refusal(message, statement)
+
+
+@pytest.mark.parametrize("changed", [{"rounds": 4}, {"data.path": "/etc"}, {"unknown": 1}])
+def test_the_run_config_is_signed(signed_site, changed):
+    message, statement = signed_site.signed()
+    reply = signed_site.site.send(copied(message), SETTINGS | changed)
+    open_reply(reply, statement)
+    assert "differs from the one that was signed" in signed_site.site.problem(reply)
+    assert signed_site.site.lines("refused") and not signed_site.site.lines("accepted")
 
 
 def test_its_statement_is_signed(signed_site):

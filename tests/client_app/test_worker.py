@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -23,11 +23,13 @@ from client_app.code_digest import code_digest
 from client_app.main import FailedInWorkerError, WorkerEndedError, answer
 from client_app.worker import TRY_AGAIN, listening
 from federation.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
+from federation.site_file import VARIABLE
 from federation.worker_socket import MAX_TEXT, WorkerError, receive, send
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
 from tests.in_process import MemoryJournal, run_in_process
 from tests.marks import nightly
+from tests.site_files import write_site
 from tests.strategies.grids import SpyingGrid, same, start
 from tests.waiting import wait_until
 
@@ -41,6 +43,7 @@ CALLER = """
 import socket, sys, time
 from pathlib import Path
 from client_app.code_digest import code_digest
+from federation.site_file import VARIABLE
 from federation.worker_socket import send
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
@@ -52,28 +55,37 @@ with socket.socket(socket.AF_UNIX) as connection:
 
 @dataclass(frozen=True)
 class Request:
-    """A train message of a real run, with the ClientApp's run config and node config."""
+    """A train message of a real run to a site, with the ClientApp's run config."""
 
     message: Message
     run_config: dict
-    node_config: dict
+    folder: Path
+    data: Path
 
     def context(self, worker: Path | None = None, **changes) -> Context:
-        return Context(
-            run_id=1,
-            node_id=1,
-            node_config=self.node_config | ({"worker": str(worker)} if worker else {}),
-            state=RecordDict(),
-            run_config=self.run_config | changes,
-        )
+        """Return Flower's context; this process and the worker then share a site file."""
+        enter_site(worker, worker.parent if worker else self.folder, self.data)
+        return Context(1, 1, {}, RecordDict(), self.run_config | changes)
 
     def adapter(self, context: Context) -> dict:
         return from_arrays(answer(self.message, context).content[ARRAYS])
 
 
+def enter_site(worker: Path | None, folder: Path, data: Path) -> None:
+    """Make this process one of an institution."""
+    own = {"worker": worker} if worker else {}
+    os.environ[VARIABLE] = str(write_site(folder, "alpha", data, **own))
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+
+
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
-    with running_worker(tmp_path_factory.mktemp("worker")) as running:
+    folder = tmp_path_factory.mktemp("worker")
+    with running_worker(folder, folder) as running:
         yield running
 
 
@@ -85,7 +97,7 @@ def request_(values, client_folders, tmp_path):
     grid = SpyingGrid(values, nodes={1: node})
     start(values, grid, MemoryJournal())
     (message,) = (m for m in grid.sent if m.metadata.message_type == "train")
-    return Request(message, values, node)
+    return Request(message, values, tmp_path, client_folders / "alpha")
 
 
 def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
@@ -107,23 +119,20 @@ def test_answers_are_those_without_a_worker_bit_for_bit(
     worker, values, client_folders, deep_checkpoint, tmp_path, strategy
 ):
     values |= {"strategy": strategy, "rounds": 2, "model.name": str(deep_checkpoint)}
-    values |= {"train.optimizer-state": "keep", "min-nodes": 2, "train.local-steps": 2}
+    values |= {"train.optimizer-state": "keep", "min-nodes": 1, "train.local-steps": 2}
 
-    def run(state: Path, **worker_key):
-        nodes = {
-            number: {"name": name, "data-path": str(client_folders / name), **worker_key}
-            for number, name in enumerate(("alpha", "beta"), start=1)
-        }
+    def run(state: Path, socket: Path | None = None):
+        enter_site(socket, socket.parent if socket else tmp_path, client_folders / "alpha")
         run_config = values | {"state-path": str(state)}
-        return run_in_process(run_config, state, 2, InProcessGrid(run_config, nodes))
+        return run_in_process(run_config, state, 1, InProcessGrid(run_config, {1: {}}))
 
     here = run(tmp_path / "here")
     before = worker.answered()
-    there = run(tmp_path / "there", worker=str(worker.socket))
-    # Two clients evaluate before the first round, and train and evaluate in two rounds.
-    assert worker.answered() == before + 2 * (1 + 2 * 2)
+    there = run(tmp_path / "there", worker.socket)
+    # The client evaluates before the first round, and trains and evaluates in two rounds.
+    assert worker.answered() == before + 1 + 2 * 2
     assert all(same(here.adapters[number], there.adapters[number]) for number in (1, 2))
-    assert all(same(here.kept[name], there.kept[name]) for name in ("alpha", "beta"))
+    assert same(here.kept["alpha"], there.kept["alpha"])
     losses = [
         [event["loss"] for event in journal.events if "loss" in event] for journal in (here, there)
     ]
@@ -163,7 +172,7 @@ def test_changed_files_are_noticed(worker, request_, checkpoint, tmp_path):
     data, model = tmp_path / "data", tmp_path / "model"
     write_rows(data / "train.jsonl", 6, seed=0)
     shutil.copytree(checkpoint, model)
-    request_.node_config["data-path"] = str(data)
+    request_ = replace(request_, data=data)
     request_.run_config["model.name"] = str(model)
     context = request_.context(worker.socket)
     sizes = [metrics_of(answer(request_.message, context))[SIZE]]
@@ -297,7 +306,7 @@ def test_garbage_is_dropped_and_the_next_caller_answered(worker):
 def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
     state = tmp_path / "state"
     shutil.rmtree(state)
-    with running_worker(tmp_path) as worker:
+    with running_worker(tmp_path, request_.data) as worker:
         files = tmp_path / "message", tmp_path / "context"
         context = request_.context(worker.socket, **ENDLESS)
         files[0].write_bytes(message_to_proto(request_.message).SerializeToString())
@@ -314,7 +323,7 @@ def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
 @pytest.mark.slow
 def test_a_killed_worker_s_message_fails_and_the_next_one_falls_back(request_, tmp_path, caplog):
     """The failed message isn't answered again: it may have used a lane, and was counted."""
-    with running_worker(tmp_path) as worker, ThreadPoolExecutor(1) as pool:
+    with running_worker(tmp_path, request_.data) as worker, ThreadPoolExecutor(1) as pool:
         context = request_.context(worker.socket, **{"train.local-steps": 50})
         first = pool.submit(answer, request_.message, context)
         worker.wait_until_it_answers(1)

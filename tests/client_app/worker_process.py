@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.site_files import write_site
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -33,12 +35,13 @@ class RunningWorker:
 
 
 @contextmanager
-def running_worker(folder: Path, *arguments: str) -> Iterator[RunningWorker]:
-    """Start ``chambers site worker`` and wait until its socket exists."""
+def running_worker(folder: Path, data: Path, name: str = "alpha") -> Iterator[RunningWorker]:
+    """Start ``chambers site worker`` for a site in ``folder``; wait until its socket exists."""
     socket, log = folder / "worker.sock", folder / "worker.log"
+    write_site(folder, name, data, worker=socket)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "chambers", "site", "worker", str(socket), *arguments],
+            [sys.executable, "-m", "chambers", "site", "worker", str(folder)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=output,

@@ -17,6 +17,7 @@ from federation.run_config import Scalar
 from tests.deployment.compose import read_services
 from tests.deployment.hosts import FOLDER, Host, network
 from tests.deployment.program import DeploymentError, Program
+from tests.site_files import write_site
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COMPLETED = "finished:completed"
@@ -186,9 +187,12 @@ class Deployment:
         host.make_writable("state")
         if not host.namespace:
             (host.folder / "data").symlink_to(data)
+        names = {"policy": "policy.toml"} | (
+            {"worker": "state/worker.sock"} if self._worker else {}
+        )
+        paths = {key: host.here(f"{FOLDER}/{path}") for key, path in names.items()}
+        write_site(host.folder, host.name, Path(host.here(f"{FOLDER}/data")), **paths)
         variables = {"COORDINATOR": self.address, "INSTITUTION": host.name}
-        if self._worker:
-            variables["WORKER"] = host.here(f"{FOLDER}/state/worker.sock")
         folders = {"DATA": str(data), "MODEL": str(model)}
         self._add_programs(host, "institution.yml", variables | folders)
 
@@ -240,7 +244,7 @@ def deployment(
         worker: Whether each institution has a resident worker.
 
     """
-    with network(folder, list(data)) as hosts:
+    with network(folder, [*data, "outsider"]) as hosts:
         running = Deployment(hosts, data, model, worker)
         try:
             running.start()

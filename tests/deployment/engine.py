@@ -23,10 +23,18 @@ _START_SECONDS = 120.0
 _STOP_SECONDS = 120.0
 # A Debian release with the Python version of Flower's images, and what the stand-ins need from it.
 _RELEASE, _PYTHON = "bookworm", (3, 11)
-_PACKAGES = "python3,python3-venv,ca-certificates,nginx-light,curl"
+_PACKAGES = "python3,python3-venv,ca-certificates,nginx-light,libnginx-mod-stream,curl"
+_BASE = f"chambers-stand-in:{hashlib.sha256(_PACKAGES.encode()).hexdigest()[:8]}"
+# The module is built into nginx's own image.
+_NGINX = r"""
+FROM {base}
+RUN printf '#!/bin/sh\nexec /usr/sbin/nginx "$1" "$2" "$3" "$4" "$5" "%s$6"\n' \
+    'load_module /usr/lib/nginx/modules/ngx_stream_module.so;' > /usr/local/bin/nginx \
+    && chmod 755 /usr/local/bin/nginx
+"""
 # As in Flower's own images, except that pip finds the packages of the environment in a folder.
 _STAND_IN = """
-FROM chambers-stand-in:release
+FROM {base}
 RUN useradd --no-create-home --home-dir /app --uid 49999 app && mkdir /app /python \\
     && python3 -m venv /python/venv && chown -R app:app /app /python
 COPY . /wheels
@@ -185,21 +193,21 @@ def make_bases(engine: Engine, cache: Path, nginx: str, flower: list[str]) -> No
     text = f"{needed}{constraints.read_text()}{_STAND_IN}{_PACKAGES}"
     made = f"chambers-stand-in:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not engine.docker("images", "--quiet", made):
-        if not engine.docker("images", "--quiet", "chambers-stand-in:release"):
+        if not engine.docker("images", "--quiet", _BASE):
             with tempfile.TemporaryDirectory(dir=cache) as root:
                 command = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}"]
                 subprocess.run([*command, _RELEASE, root], check=True, capture_output=True)
                 packed = ["tar", "--create", "--one-file-system", "--directory", root, "."]
                 release = subprocess.run(packed, check=True, capture_output=True).stdout
-            engine.docker("import", "-", "chambers-stand-in:release", stdin=release)
+            engine.docker("import", "-", _BASE, stdin=release)
         with tempfile.TemporaryDirectory(dir=cache) as wheels:
             command = [sys.executable, "-m", "pip", "wheel", "--constraint", str(constraints)]
             subprocess.run([*command, "--wheel-dir", wheels, *needed], check=True, stdout=-3)
             engine.docker(
                 *("build", "--tag", made, "--file", "-", "."),
                 folder=Path(wheels),
-                stdin=_STAND_IN.encode(),
+                stdin=_STAND_IN.replace("{base}", _BASE).encode(),
             )
     for tag in flower:
         engine.docker("tag", made, tag)
-    engine.docker("tag", "chambers-stand-in:release", nginx)
+    engine.docker("build", "--tag", nginx, "-", stdin=_NGINX.replace("{base}", _BASE).encode())

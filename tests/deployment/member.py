@@ -7,9 +7,11 @@ Objects are announced as the content of the last message, with children that don
 """
 
 import base64
+import json
 import sys
 from pathlib import Path
 
+import httpx
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -58,7 +60,7 @@ def tree_of(identifier: str, announced: list[str]) -> ObjectTree:
 
 
 def main(address: str, authority: str, key_file: str, node_id: str, *words: str) -> None:
-    """Send all messages."""
+    """Send all messages, and print the answers as JSON."""
     end = words.index("announce") if "announce" in words else len(words)
     messages, announced = words[:end], list(words[end + 1 :])
     key = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
@@ -66,9 +68,15 @@ def main(address: str, authority: str, key_file: str, node_id: str, *words: str)
     client = FleetHttpClient.from_server_address(
         address, False, Path(authority).read_bytes(), interceptors=[interceptor]
     )
+    answers = []
     for number, text in enumerate(messages, start=1):
-        push(client, Node(node_id=int(node_id)), text, announced if number == len(messages) else [])
-    print("sent")
+        last = announced if number == len(messages) else []
+        try:
+            push(client, Node(node_id=int(node_id)), text, last)
+            answers.append("stored")
+        except httpx.HTTPStatusError as error:
+            answers.append(f"{error.response.status_code} {error.response.text}")
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,17 @@ python outsider.py interfaces HOST:PORT authority.pem
 python outsider.py paths HOST:PORT authority.pem
 python outsider.py ports HOST:PORT …
 python outsider.py block-server HOST:PORT
+python outsider.py silent HOST:PORT SECONDS
 """
 
 import json
+import resource
 import secrets
 import socket
 import ssl
 import sys
 import time
+from contextlib import suppress
 
 import httpx
 from flwr.proto.control_pb2 import (
@@ -40,6 +43,8 @@ from split.protocol.keys import ServerKeys
 from split.protocol.tickets import IDENTIFIER_BYTES, SECRET_BYTES, Identity, Invitation, Ticket
 
 SECONDS = 120.0
+# The beginning of a TLS handshake.
+HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(9)
 SUITE = "ml-kem-768-x25519"
 # Paths that the proxy or the SuperLink could interpret as a different path.
 DISGUISED = (
@@ -125,6 +130,35 @@ def is_open(address: str) -> bool:
     return True
 
 
+def silent(address: str, seconds: str) -> int:
+    """Keep 2,000 connections open that begin a TLS handshake; return how many were accepted."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    host, port = address.split(":")
+    end = time.monotonic() + float(seconds)
+    kept: list[socket.socket] = []
+    accepted = 0
+    while time.monotonic() < end:
+        while len(kept) < 2000 and time.monotonic() < end:
+            with suppress(OSError):
+                connection = socket.create_connection((host, int(port)), timeout=5)
+                connection.setblocking(False)
+                kept.append(connection)
+                connection.send(HELLO)
+                accepted += 1
+        time.sleep(0.2)
+        kept = [each for each in kept if not is_closed(each)]
+    return accepted
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def block_server(address: str) -> str:
     """Wait for a block server, and request a lane with a ticket that it has not issued."""
     end = time.monotonic() + SECONDS
@@ -154,5 +188,6 @@ if __name__ == "__main__":
         "paths": paths,
         "ports": ports,
         "block-server": block_server,
+        "silent": silent,
     }
     print(json.dumps(attempts[sys.argv[1]](*sys.argv[2:])))

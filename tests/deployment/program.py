@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from chambers.site.host import stream_module
 from tests.deployment.compose import Service
 from tests.deployment.hosts import Host
 
@@ -43,7 +44,8 @@ class Program:
         self.view = replace(service.view, environment=environment)
         self.log = host.folder / "logs" / f"{service.name}.log"
         self.log.parent.mkdir(exist_ok=True)
-        self.command = [host.here(word) for word in service.command]
+        words = [host.here(word) for word in service.command]
+        self.command = [w.replace("daemon off;", f"{stream_module()}daemon off;") for w in words]
         self._health = [host.here(word) for word in service.health]
         self._process: subprocess.Popen[bytes] | None = None
 

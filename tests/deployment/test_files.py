@@ -18,7 +18,6 @@ VARIABLES = {
     "FOLDER": "/srv/chambers",
     "COORDINATOR": "${COORDINATOR}",
     "INSTITUTION": "${INSTITUTION}",
-    "WORKER": "${WORKER}",
 }
 UNITS = {
     "chambers-superlink": ("coordinator.yml", "superlink"),

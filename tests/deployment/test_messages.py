@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chambers.site.authority import open_authority
+from chambers.site.host import stream_module
 from chambers.site.keys import open_node_key
 from chambers.site.release import open_signing_key
 from tests.conftest import write_checkpoint
@@ -39,9 +40,18 @@ def other_proxy(running, name, days):
     shutil.copy(host.folder / "authority.pem", folder)
     content = host.here((CHECKOUT / "docker" / "nginx.conf").read_text())
     content = content.replace("listen 8443", "listen 9000").replace(":8002", ":8003")
+    content = content.replace(":8444", ":8445")
     (folder / "nginx.conf").write_text(content)
     view = replace(running.programs["coordinator"]["proxy"].view, mounts={})
-    command = ["nginx", "-p", str(folder), "-c", "nginx.conf", "-g", "daemon off;"]
+    command = [
+        "nginx",
+        "-p",
+        str(folder),
+        "-c",
+        "nginx.conf",
+        "-g",
+        f"{stream_module()}daemon off;",
+    ]
     with (folder / "log").open("wb") as log:
         process = host.start(command, view, log)
     try:

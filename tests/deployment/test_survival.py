@@ -162,8 +162,7 @@ def test_a_site_whose_clock_is_wrong_is_refused_and_its_check_says_so(
     (court / "state").mkdir(parents=True)
     for name in ("authority.pem", "node", "trusted.yaml", "policy.toml"):
         (court / name).symlink_to(host.folder / name)
-    variables = f"COORDINATOR={running.address}\nINSTITUTION=court\nWORKER=\n"
-    (court / "institution.env").write_text(variables)
+    (court / "institution.env").write_text(f"COORDINATOR={running.address}\n")
     inside = ["ip", "netns", "exec", host.namespace] if host.namespace else []
     checked = subprocess.run(
         [*inside, sys.executable, "-m", "chambers", "site", "check"],

@@ -74,6 +74,7 @@ STATEMENT = Statement(
     expires=1.0,
     secret="0" * 64,
     digest="0" * 64,
+    config="0" * 64,
 )
 # Placeholders in a message for the ticket's identifier, and for the wrapped secret and its key.
 TICKET, WRAPPED = b"<TICKET>", b"<WRAPPED>"

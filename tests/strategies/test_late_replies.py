@@ -106,7 +106,8 @@ def test_a_late_reply_must_be_authentic(settings, caplog, forged):
             reply.content["authenticated-reply"]["mac"] = bytes(32)
 
     settings |= {"strategy": "fedjudge-base"}
-    journal, signer = MemoryJournal(), Signer(Ed25519PrivateKey.generate())
+    signer = Signer(Ed25519PrivateKey.generate(), parse_run_config(settings))
+    journal = MemoryJournal()
     start(settings, Late(settings, change=forge), journal, signer=signer)
     assert [e["clients"] for e in journal.events if e["event"] == "late"] == [["beta"]] * (
         not forged

@@ -49,8 +49,8 @@ def run(values, folder, change=lambda reply: reply, signer=None):
 
 
 @pytest.fixture
-def signer():
-    return Signer(Ed25519PrivateKey.generate())
+def signer(values):
+    return Signer(Ed25519PrivateKey.generate(), parse_run_config(values))
 
 
 def test_a_signed_run_trains_the_same(values, tmp_path, signer):

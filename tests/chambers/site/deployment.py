@@ -17,9 +17,12 @@ from typing import Any
 import psutil
 
 from chambers.site.authority import INSIDE, open_authority
+from chambers.site.host import stream_module
 from chambers.site.keys import open_instructions, open_node_key
 from chambers.superlink import free_port
+from federation.site_file import VARIABLE
 from tests.chambers.conftest import ROOT
+from tests.site_files import write_site
 from tests.waiting import wait_until
 
 FLOWER = {
@@ -119,6 +122,7 @@ def proxy(folder: Path, superlink: str) -> Iterator[str]:
     content = (ROOT / "docker" / "nginx.conf").read_text()
     for listening, here in (
         ("listen 8443", f"listen 127.0.0.1:{port}"),
+        ("127.0.0.1:8444", f"127.0.0.1:{free_port()}"),
         ("127.0.0.1:8000", superlink),
         ("127.0.0.1:8002", f"127.0.0.1:{free_port()}"),
     ):
@@ -134,7 +138,7 @@ def proxy(folder: Path, superlink: str) -> Iterator[str]:
 def running_nginx(folder: Path, config: str) -> Iterator[None]:
     """Run nginx in a folder with a configuration file from that folder."""
     process = start(
-        *("nginx", "-p", str(folder), "-c", config, "-g", "daemon off;"),
+        *("nginx", "-p", str(folder), "-c", config, "-g", f"{stream_module()}daemon off;"),
         folder=folder,
         environment=dict(os.environ),
         log=folder / "nginx.log",
@@ -189,9 +193,9 @@ class Coordinator:
             }
         )
 
-    def start(self, *options: str) -> None:
+    def start(self, *options: str, program: str = "chambers-superlink") -> None:
         self.superlink = start(
-            *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
+            *(program, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--ssl-ca-certfile", "authority.pem", "--ssl-certfile", "server.pem"),
             *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
             *("--database", "database/superlink.db", "--disable-runtime-dependency-installation"),
@@ -263,21 +267,22 @@ class Institution:
         return self.folder / "node"
 
     @contextmanager
-    def supernode(self, node_config: str = 'name="court"', superlink: str = ""):
+    def supernode(self, superlink: str = ""):
         """Run the SuperNode with its own home directory and folder for temporary files.
 
         Args:
-            node_config: Its node config.
             superlink: Address of the proxy, if there is one.
         """
+        site = write_site(self.folder, "court", self.folder / "data")
         trusted = ("--trusted-entities", "trusted.yaml")
         temporary = self.folder / "home" / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
         own = {"HOME": str(self.folder / "home"), "TMPDIR": str(temporary), "CHAMBERS_CACHE": ""}
+        own[VARIABLE] = str(site)
         process = start(
-            *("flower-supernode", "--superlink", superlink or self.coordinator.address),
+            *("chambers-supernode", "--superlink", superlink or self.coordinator.address),
             *("--root-certificates", "authority.pem", "--auth-supernode-private-key", "node"),
-            *("--host", "127.0.0.1", "--port", str(free_port()), "--node-config", node_config),
+            *("--host", "127.0.0.1", "--port", str(free_port())),
             *(trusted if (self.folder / "trusted.yaml").exists() else ()),
             folder=self.folder,
             environment=os.environ | FLOWER | own,

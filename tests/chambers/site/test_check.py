@@ -34,6 +34,7 @@ from tests.conftest import mounted, write_rows
 from tests.deployment.compose import read_services
 from tests.deployment.deployment import CHECKOUT
 from tests.gguf_files import write_gguf
+from tests.site_files import write_site
 from tests.waiting import wait_until
 
 
@@ -82,10 +83,10 @@ def run(capsys, *words):
     return status, output
 
 
-def at_institution(capsys, site, port, *words, superlink=None, name="court", worker=""):
+def at_institution(capsys, site, port, *words, superlink=None, name="court", **worker):
     address = superlink or f"127.0.0.1:{port}"
-    variables = f"COORDINATOR={address}\nINSTITUTION={name}\nWORKER={worker}\n"
-    (site.court / "institution.env").write_text(variables)
+    (site.court / "institution.env").write_text(f"COORDINATOR={address}\n")
+    write_site(site.court, name, site.data, policy=site.policy, **worker)
     return run(capsys, site.court, *words)[1]
 
 
@@ -284,7 +285,7 @@ def test_policy(capsys, site):
 
 
 def test_data_and_model(capsys, site, checkpoint, tmp_path):
-    assert "can't be a client's name" in at_institution(capsys, site, 1, name="a/b")
+    assert "name: must be at most 64 letters" in at_institution(capsys, site, 1, name="a/b")
     site.data.rename(tmp_path / "moved")
     assert f"{site.data} doesn't exist" in at_institution(capsys, site, 1)
     site.data.symlink_to(tmp_path)
@@ -340,12 +341,13 @@ def test_worker(capsys, site, tmp_path):
     assert "worker: none" in at_institution(capsys, site, 1)
     output = at_institution(capsys, site, 1, worker=path)
     assert f"fix  the worker at {own / 'worker.sock'} is not running (No such file" in output
-    variables = {"COORDINATOR": "", "INSTITUTION": "court", "WORKER": str(own / "worker.sock")}
+    variables = {"COORDINATOR": "", "INSTITUTION": "court"}
     services = read_services(CHECKOUT / "docker" / "institution.yml", variables)
     healthy = [sys.executable, *services["worker"].health[1:]]
-    assert subprocess.run(healthy, check=False, stderr=subprocess.DEVNULL).returncode != 0
-    with running_worker(own) as worker:
-        subprocess.run(healthy, check=True)
+    quiet = subprocess.DEVNULL
+    assert subprocess.run(healthy, check=False, stderr=quiet, cwd=own).returncode != 0
+    with running_worker(own, site.data) as worker:
+        subprocess.run(healthy, check=True, cwd=own)
         output = at_institution(capsys, site, 1, worker=path)
         assert f"ok   the worker at {own / 'worker.sock'} is running" in output
         # The worker answers callers in turn, and logs nothing about those who send no message.

@@ -59,7 +59,7 @@ def bash(coordinator, block):
 
 
 def checked(coordinator, institution):
-    variables = f"COORDINATOR={coordinator.address}\nINSTITUTION=court\nWORKER=\n"
+    variables = f"COORDINATOR={coordinator.address}\nINSTITUTION=court\n"
     (institution.folder / "institution.env").write_text(variables)
     (institution.folder / "state").mkdir(exist_ok=True)
     return coordinator.command("chambers", "site", "check", institution.folder, check=False)[1]
@@ -220,7 +220,7 @@ def test_deletion_leaves_nothing_of_a_run(coordinator, institution, checkpoint, 
         "instruction-key": str(coordinator.folder / "instructions.key"),
     }
     home = institution.folder / "home"
-    with institution.supernode(f'name="court" data-path="{institution.folder / "data"}"'):
+    with institution.supernode():
         status, log = coordinator.run("@chambers/chambers==0.1.0", **config)
         assert status == "finished:completed", log
     assert list(home.rglob("adapter_model.safetensors")) and list(home.rglob("fingerprints/*"))

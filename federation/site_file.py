@@ -1,0 +1,103 @@
+"""The site file: an institution's TOML file with its name, its data, its policy and its worker.
+
+The environment variable ``CHAMBERS_SITE`` names the file. The ClientApp also receives a node config
+from Flower, but whoever has a task's token can replace that, so it decides nothing.
+"""
+
+import os
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field, ValidationError, field_validator
+
+from federation.names import is_name
+from federation.run_config import Scalar
+from federation.site_policy import AbsolutePath, PolicyError, Table, explain
+
+VARIABLE = "CHAMBERS_SITE"
+
+
+class SiteFile(Table):
+    """The content of a site file."""
+
+    name: str = Field(description="The institution's name in every run.")
+    data_path: AbsolutePath = Field(
+        description="A file of training rows, or a folder with `train.jsonl` and, optionally, "
+        "`test.jsonl`, or with a single file ([formats](training.md#data))."
+    )
+    policy: AbsolutePath = Field(
+        "",
+        description="The policy. Absent: no limits, and no audit log; text of rows isn't sent.",
+    )
+    worker: AbsolutePath = Field(
+        "", description="Socket of the [resident worker](worker.md). Absent: there is none."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str) -> str:
+        if not is_name(name):
+            raise ValueError(
+                "must be at most 64 letters, digits, ' ', '.', '_' or '-', at most 200 bytes, with "
+                "a letter, digit or '_' at both ends"
+            )
+        return name
+
+
+def read_site_file(path: Path) -> SiteFile:
+    """Read a site file.
+
+    Raise ``PolicyError`` if the file can't be read, is malformed, or can be changed by a user other
+    than root and the one of this process. The same applies to the policy that it names.
+    """
+    if not path.is_absolute():
+        raise PolicyError(f"{VARIABLE} = {str(path)!r} must be an absolute path")
+    try:
+        _refuse_foreign(path)
+        site = SiteFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        if site.policy:
+            _refuse_foreign(Path(site.policy))
+    except ValidationError as error:
+        mistakes = "; ".join(explain(dict(problem)) for problem in error.errors())
+        raise PolicyError(f"the site file {path} is invalid: {mistakes}") from error
+    except OSError as error:
+        raise PolicyError(f"{error.filename or path} can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"the site file {path} is not TOML: {error}") from error
+    return site
+
+
+def own_settings(node: Mapping[str, Scalar], deployed: bool) -> dict[str, Scalar]:
+    """Return the settings of this node, with the keys of a site file that are set.
+
+    ``node`` is Flower's node config, which is returned only in a simulation: if ``CHAMBERS_SITE``
+    isn't set, and the process is not ``deployed``. Raise ``PolicyError`` if a deployed process has
+    no site file, or it can't be used.
+    """
+    path = os.environ.get(VARIABLE, "")
+    if path:
+        return {k: v for k, v in read_site_file(Path(path)).model_dump(by_alias=True).items() if v}
+    if deployed:
+        raise PolicyError(
+            f"the environment variable {VARIABLE} of this institution's SuperExec doesn't name the "
+            "site file: chambers site join and update write site.toml and the units that name it"
+        )
+    return dict(node)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise ``PolicyError`` if other users can change a file, or replace it in its folder."""
+    for each in (path, path.parent):
+        status = each.stat()
+        writable = stat.S_IWOTH
+        if status.st_gid not in {0, os.getegid()}:
+            writable |= stat.S_IWGRP
+        if each.is_dir() and status.st_mode & stat.S_ISVTX:  # only a file's owner can replace it
+            writable = 0
+        if status.st_uid not in {0, os.geteuid()} or status.st_mode & writable:
+            raise PolicyError(
+                f"other users can change {each}, which decides what may leave this institution: "
+                f"chown it to root or the programs' user, and chmod go-w {each}"
+            )
