@@ -13,10 +13,13 @@ from client_app.institution import Institution
 from federation.messages import Instruction
 from federation.run_config import RunConfig
 from federation.site_policy import PolicyError, SitePolicy
+from finetuning.adapters.adapted_modules import adapted_modules
 from finetuning.data.batching import steps_per_round
 from finetuning.data.tokenization import Example
+from finetuning.model.base_model import locate_description
 from finetuning.model.fingerprint import digest
 from finetuning.model.names import TINY, hub_id
+from finetuning.settings import AdapterSettings
 from split.settings import SplitSettings
 
 
@@ -39,6 +42,7 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
         ("rounds", config.rounds, "max-rounds", policy.max_rounds),
         (timeout, config.train_timeout, "max-seconds", policy.max_seconds),
         ("train.local-steps", config.train.local_steps, "max-steps", policy.max_steps),
+        _size(config.adapter, policy),
     ):
         _at_most(name=name, value=value, key=key, limit=limit)
     generates = config.evaluate.generate
@@ -54,6 +58,24 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
         _check_importance(policy, config)
     if config.strategy == "fl-glm":
         _check_split(policy, config.split)
+
+
+def check_adapter(policy: SitePolicy, config: RunConfig) -> None:
+    """Raise ``PolicyError`` if LoRA would adapt a module that the policy doesn't allow.
+
+    Reads the base model's configuration, but neither its weights nor data. Raise ``BaseModelError``
+    if there is no such model, or the targets don't fit it.
+    """
+    settings, named = config.adapter, policy.adapter_targets
+    modules = adapted_modules(locate_description(config.model.name), settings)
+    for path, mixes_tokens in modules.items():
+        if named is None:
+            known = mixes_tokens
+            reason = "not a linear layer of a block that all tokens pass through"
+        else:
+            known = any(f".{path}".endswith(f".{name}") for name in named)
+            reason = "not in its adapter-targets"
+        require(known, f'adapter.targets = "{settings.targets}", which adapts {path}', reason)
 
 
 def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
@@ -170,6 +192,14 @@ def check_counts(
     spare = about["kind"] == "evaluate"
     name = f"{about['kind']} messages"
     _at_most(name=name, value=number - spare, key="max-rounds", limit=policy.max_rounds)
+
+
+def _size(settings: AdapterSettings, policy: SitePolicy) -> tuple[str, int, str, int | None]:
+    """Return the name and value of the setting of an adapter's size, and the policy's limit."""
+    if settings.kind == "prefix":
+        length, limit = settings.prefix_length, policy.max_prefix_length
+        return "adapter.prefix-length", length, "max-prefix-length", limit
+    return "adapter.rank", settings.rank, "max-rank", policy.max_rank
 
 
 def _check_privacy(config: RunConfig) -> None:

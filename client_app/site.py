@@ -38,9 +38,13 @@ class Site:
     is_simulated: bool
 
     def check_run(self, config: RunConfig) -> None:
-        """Raise ``PolicyError`` for settings that aren't allowed; see ``policy.check_run``."""
+        """Raise ``PolicyError`` for settings that aren't allowed; see ``policy.check_run``.
+
+        Also check which modules of the base model are adapted; see ``policy.check_adapter``.
+        """
         if self.policy:
             checks.check_run(self.policy, config)
+            checks.check_adapter(self.policy, config)
         elif config.evaluate.shown and not self.is_simulated:
             raise PolicyError(
                 f"evaluate.show-answers = {config.evaluate.show_answers}: text of rows leaves a "

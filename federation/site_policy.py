@@ -127,6 +127,22 @@ class SitePolicy(Table):
         description="Folders that a run config may name as `model.name`, `data.path` or "
         "`state-path`, including all files and folders inside them. Absent: none.",
     )
+    adapter_targets: list[str] | None = Field(
+        None,
+        description="Names of the modules that LoRA may adapt, such as `q_proj`; all others are "
+        "refused. Absent: the linear layers of the blocks, except experts and routers. Adapters on "
+        "embeddings or output heads tell which words occur in the rows.",
+    )
+    max_rank: PositiveInt | None = Field(
+        None,
+        description="Maximum of `adapter.rank`. The higher the rank, the more words of the rows "
+        "can be computed from an adapter. Absent: no limit.",
+    )
+    max_prefix_length: PositiveInt | None = Field(
+        None,
+        description="Maximum of `adapter.prefix-length`. A coordinator can test whether a word "
+        "occurs in the rows with each position of a prefix. Absent: no limit.",
+    )
     coordinators: list[str] | None = Field(
         None,
         description="Addresses of the block servers to which lanes may be opened: `host:port`, or "

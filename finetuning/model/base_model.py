@@ -74,6 +74,15 @@ def locate(name: str) -> Path:
     return path
 
 
+def locate_description(name: str) -> Path:
+    """Return a directory with the ``config.json`` of ``model.name``; see `locate`.
+
+    Of a Hugging Face id, no weights are downloaded.
+    """
+    name = resolve(name)
+    return fetch(name, DESCRIPTIONS) if is_id(name) else locate(name)
+
+
 def reference(name: str, directory: Path) -> str:
     """Return a base model's Hugging Face id, or its directory if ``name`` isn't an id."""
     name = resolve(name)

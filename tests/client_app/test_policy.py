@@ -82,6 +82,8 @@ def test_any_text_is_a_policy_or_is_refused_in_words(tmp_path_factory, text):
 DIGEST = "0" * 64
 SPLIT = {"strategy": "fl-glm", "train.batch-size": 1}
 SHOWING = {"evaluate.generate": True, "evaluate.show-answers": 1}
+PREFIX = {"adapter.kind": "prefix", "adapter.prefix-length": 8}
+EMBEDDED = {"adapter.targets": "embed_tokens"}
 LANES = "[split]\nallowed = true\nmin-head-blocks = 2"
 REFUSED_RUNS = [
     ('strategies = ["fedjudge-base"]', {}, 'strategy = "fedjudge-cl" (not in its strategies)'),
@@ -122,6 +124,22 @@ REFUSED_RUNS = [
     ("", {"state-path": "/var/lib"}, 'state-path = "/var/lib" (not in its paths)'),
     ("", {"state-path": "~"}, "(not in its paths)"),
     ("", SPLIT, 'strategy = "fl-glm" (split.allowed = false)'),
+    ("max-rank = 3", {}, "adapter.rank = 4 (max-rank = 3)"),
+    ("max-prefix-length = 7", PREFIX, "adapter.prefix-length = 8 (max-prefix-length = 7)"),
+    (
+        "",
+        {"adapter.targets": "q_proj, embed_tokens"},
+        'adapter.targets = "q_proj, embed_tokens", which adapts model.embed_tokens (not a linear '
+        "layer of a block that all tokens pass through)",
+    ),
+    ("", {"adapter.targets": "lm_head"}, ", which adapts lm_head (not a linear layer"),
+    ("adapter-targets = []", {}, '"q_proj", which adapts model.layers.0.self_attn.q_proj (not in'),
+    ('adapter-targets = ["k_proj", "_proj"]', {}, "adapts model.layers.0.self_attn.q_proj (not in"),
+    (
+        f'coordinators = ["a"]\n{LANES}',
+        SPLIT | {"split.head-blocks": 2, "split.advertise": "a:1", **EMBEDDED},
+        ", which adapts model.embed_tokens (not a linear layer",
+    ),
     (f'coordinators = ["a"]\n{LANES}', SPLIT, "split.head-blocks = 1 (split.min-head-blocks = "),
     (
         f'coordinators = ["10.0.0.5:8900"]\n{LANES}',
@@ -141,6 +159,30 @@ def test_a_run_is_refused_before_it_trains(site, policy, changed, reason):
     assert [line["kind"] for line in lines] == ["query", "train", "evaluate"]
     assert {line["problem"] for line in lines} == {problem}
     assert not site.lines("accepted")
+
+
+def test_targets_are_refused_before_data_are_read(site):
+    site.node["data-path"] = "/nowhere"
+    assert "which adapts model.embed_tokens" in site.refusal("query", changed=EMBEDDED)
+    assert "/nowhere" in site.refusal("query")
+
+
+@pytest.mark.parametrize(
+    ("policy", "changed"),
+    [
+        ("max-rank = 4\nmax-prefix-length = 7", {"adapter.targets": ""}),
+        ("", {"adapter.targets": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"}),
+        (
+            'adapter-targets = ["q_proj", "embed_tokens"]',
+            {"adapter.targets": "q_proj,embed_tokens"},
+        ),
+        ('adapter-targets = ["self_attn.k_proj"]', {"adapter.targets": "k_proj"}),
+        ("adapter-targets = []\nmax-rank = 1\nmax-prefix-length = 8", PREFIX),
+    ],
+)
+def test_allowed_adapters_are_trained(site, policy, changed):
+    site.decide(policy)
+    assert "problem" not in site.ask("query", changed=changed).content[CONFIG]
 
 
 OPEN = SitePolicy(paths=["/srv/models"], **{"hub-models": ["owner/model"]})

@@ -1,0 +1,98 @@
+"""Which modules a run config's targets adapt, and which of these are safe to adapt by default."""
+
+import pytest
+import transformers
+from torch import nn
+
+from finetuning.adapters.adapted_modules import adapted_modules
+from finetuning.settings import AdapterSettings
+from tests.finetuning.conftest import ARCHITECTURES, SIZES
+
+# Experts and routers of recent versions of transformers only accept adapters without dropout.
+MORE = ARCHITECTURES | {
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 3}, "q_proj,o_proj"),
+    "jetmoe": ("JetMoeConfig", {"num_local_experts": 3, "kv_channels": 8}, "kv_proj"),
+}
+OUTSIDE = {
+    "llama": {"lm_head": ["lm_head"], "embed_tokens": ["model.embed_tokens"]},
+    "qwen2": {"lm_head": ["lm_head"], "embed_tokens": ["model.embed_tokens"]},
+    "gpt2": {"wte,wpe": ["transformer.wte", "transformer.wpe"], "lm_head": ["lm_head"]},
+    "opt": {
+        "project_in,project_out": ["model.decoder.project_out", "model.decoder.project_in"],
+        "embed_positions": ["model.decoder.embed_positions"],
+    },
+    "bloom": {"word_embeddings": ["transformer.word_embeddings"]},
+    "mixtral": {
+        "w1,w2,w3": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
+        "gate": ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+    },
+    "phimoe": {"router": ["model.layers.0.mlp.router", "model.layers.1.mlp.router"]},
+    "jetmoe": {"mlp.router.layer": [f"model.layers.{n}.mlp.router.layer" for n in (0, 1)]},
+}
+
+
+class NumberedConfig(transformers.LlamaConfig):
+    model_type = "numbered"
+
+
+class NumberedForCausalLM(transformers.LlamaForCausalLM):
+    """A Llama with a list of linear layers in each block, as experts were once stored."""
+
+    config_class = NumberedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.model.layers:
+            block.mlp.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+
+@pytest.fixture
+def find(tmp_path):
+    """Return a function that finds the modules that targets adapt in an architecture."""
+
+    def adapted(architecture, targets):
+        kind, differences, _ = MORE[architecture]
+        getattr(transformers, kind)(**SIZES | differences).save_pretrained(tmp_path)
+        settings = AdapterSettings(targets=targets, dropout=0.0)
+        return adapted_modules(tmp_path, settings)
+
+    return adapted
+
+
+@pytest.mark.parametrize("architecture", MORE)
+def test_linear_layers_of_blocks_mix_all_tokens(find, architecture):
+    targets = MORE[architecture][2]
+    found = find(architecture, targets)
+    assert len(found) == SIZES["num_hidden_layers"] * len(targets.split(","))
+    assert set(found.values()) == {True}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt2", "opt", "bloom"])
+def test_an_architecture_s_default_targets_mix_all_tokens(find, architecture):
+    assert set(find(architecture, "").values()) == {True}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "paths"),
+    [(name, *each) for name, outside in OUTSIDE.items() for each in outside.items()],
+)
+def test_other_modules_depend_on_single_tokens(find, architecture, targets, paths):
+    """Embeddings, output heads, experts and routers, whatever an architecture calls them."""
+    found = find(architecture, f"{MORE[architecture][2]},{targets}")
+    assert sorted(path for path, mixes in found.items() if not mixes) == sorted(paths)
+
+
+def test_numbered_experts_depend_on_single_tokens(tmp_path):
+    transformers.AutoConfig.register("numbered", NumberedConfig)
+    transformers.AutoModelForCausalLM.register(NumberedConfig, NumberedForCausalLM)
+    NumberedConfig(**SIZES).save_pretrained(tmp_path)
+    found = adapted_modules(tmp_path, AdapterSettings(targets="o_proj,experts.1"))
+    assert found == {
+        f"model.layers.{block}.{path}": mixes
+        for block in range(2)
+        for path, mixes in (("self_attn.o_proj", True), ("mlp.experts.1", False))
+    }
+
+
+def test_a_prefix_adapts_no_module(tmp_path):
+    assert adapted_modules(tmp_path, AdapterSettings(kind="prefix")) == {}
