@@ -8,6 +8,7 @@ python thief.py replace HOST:PORT TOKEN RUN NODE NODE_CONFIG
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -45,23 +46,27 @@ def files_of(process: Path) -> list[Path]:
 
 def take(address: str) -> int:
     """Ask a SuperNode for the next task; return the status of the answer."""
+    client = RuntimeHttpClient.from_server_address(address, True, None, [])
+    return status(lambda: client.AcquireTask(AcquireTaskRequest()))
+
+
+def status(call: Callable[[], object]) -> int:
     try:
-        client = RuntimeHttpClient.from_server_address(address, True, None, [])
-        client.AcquireTask(AcquireTaskRequest())
+        call()
     except httpx.HTTPStatusError as error:
         return error.response.status_code
     return 200
 
 
-def replace(address: str, token: str, run: str, node: str, node_config: str) -> str:
-    """End the task of a token with another node config in Flower's context."""
+def replace(address: str, token: str, run: str, node: str, node_config: str) -> int:
+    """End a token's task with another node config in Flower's context; return the status."""
     interceptors = [RuntimeTokenHttpInterceptor(token)]
     client = RuntimeHttpClient.from_server_address(address, True, None, interceptors)
     context = Context(run_id=int(run), node_id=int(node))
     for key, value in json.loads(node_config).items():
         context.node_config[key].string = value
-    client.PushTaskOutput(PushTaskOutputRequest(context=context, sub_status="completed"))
-    return "replaced"
+    request = PushTaskOutputRequest(context=context, sub_status="completed")
+    return status(lambda: client.PushTaskOutput(request))
 
 
 if __name__ == "__main__":
