@@ -16,7 +16,7 @@ from chambers.errors import described
 from chambers.evaluate import Evaluate
 from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
-from chambers.run import Run
+from chambers.run import Run, Stop
 from chambers.serve import Serve, Stage
 from chambers.sheet.command import Make, Read
 from chambers.site.check import Check
@@ -35,6 +35,7 @@ _NAMES: dict[type, str] = {}  # full names, such as "chambers site check"
 _COMMANDS = {
     "train": Train,
     "run": Run,
+    "stop": Stop,
     "status": Status,
     "evaluate": Evaluate,
     "generate": Generate,

@@ -1,6 +1,7 @@
-"""``chambers run``: run the installed version at the institutions of a deployment."""
+"""``chambers run`` and ``stop``: run the installed version at the institutions of a deployment."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -8,10 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 from chambers.errors import CommandError
+from chambers.site import host
 from chambers.sources import argument
 
 # Where the proxy serves the signed release to the SuperLink; in containers, at another address.
 HUB = os.environ.get("FLWR_SUPERGRID_API_URL", "http://127.0.0.1:8002")
+# In the log: the run's id, and the folder with its results.
+_RUN, _RESULTS = re.compile(r"started run (\d+)"), re.compile(r"Results: (/.*)")
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,13 @@ class Run:
 
     Run this in the coordinator's folder, or name it. Settings are given as for chambers train. The
     proxy must serve the signed release of the installed version. The exit status is 0 only if the
-    run completed. After Ctrl-C, the run continues.
+    run completed. After Ctrl-C, the run continues: chambers stop ends it.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     settings: Annotated[list[str], argument("[FOLDER] FILE.toml|KEY=VALUE…")]
 
     def __call__(self) -> int:
         """Run to the end and print the log; if the run failed or was refused, print the reason."""
-        from chambers.site.host import enter
         from chambers.superlink import COMPLETED, SuperLink, run_app
         from chambers.train import app_config, read_settings
         from federation.run_config import parse_run_config
@@ -40,24 +43,62 @@ class Run:
         folder = Path(self.settings[0] if named else ".").absolute()
         values = read_settings(self.settings[named:])
         parse_run_config(app_config() | values)
-        enter(folder)
+        host.enter(folder)
         app = f"@chambers/chambers=={version('chambers')}"
         _check_served(app)
-        started = False
+        run = results = ""
 
         def write(line: bytes) -> None:  # not what precedes the run, or Flower's refusal
-            nonlocal started
-            started = started or b"started run" in line
-            if started:
-                print(line.decode(errors="replace"), end="", flush=True)
+            nonlocal run, results
+            text = line.decode(errors="replace")
+            run = run or "".join(_RUN.findall(text)[:1])
+            results = results or "".join(_RESULTS.findall(text)[:1])
+            if run:
+                print(text, end="", flush=True)
 
         log = folder / "state" / "logs" / "superlink.log"
         superlink = SuperLink("127.0.0.1:8000", dict(os.environ), log, "deployment")
-        status = run_app(app, superlink, values, write=write)
+        try:
+            status = run_app(app, superlink, values, write=write)
+        except KeyboardInterrupt:
+            if run:
+                stop = f"chambers stop {run} --folder {folder}"
+                print(f"the run continues; to stop it: {stop}", file=sys.stderr)
+            if results:
+                print(f"to watch it: chambers status {results} --watch", file=sys.stderr)
+            raise
         if status == COMPLETED:
             return 0
         print(f"chambers run: {status.partition(': ')[2]}", file=sys.stderr)
         return 1
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop a run of a deployment.
+
+    By default, stop the run in progress. Run this in the coordinator's folder, or name it. Training
+    can be continued with the setting resume.
+    """
+
+    run: Annotated[int | None, argument("[RUN_ID]")] = None
+    folder: Annotated[Path, host.FOLDER] = Path()
+
+    def __call__(self) -> int:
+        """Stop the run; refuse if no run is in progress, or more than one."""
+        from federation.flower_internals import ListRunsRequest, StopRunRequest, control_client
+
+        host.enter(self.folder)
+        with control_client() as client:
+            listed = client.ListRuns(ListRunsRequest()).run_dict.items()
+            runs = [number for number, run in listed if run.status.status != "finished"]
+            if self.run is None and len(runs) != 1:
+                told = f": name one ({', '.join(map(str, runs))})" if runs else ""
+                raise CommandError(f"{len(runs) or 'no'} runs are in progress{told}")
+            run = runs[0] if self.run is None else self.run
+            client.StopRun(StopRunRequest(run_id=run))
+        print(f"run {run} is stopped")
+        return 0
 
 
 def _check_served(app: str) -> None:

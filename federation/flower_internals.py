@@ -32,8 +32,15 @@ from flwr.common.serde import (
     recorddict_to_proto,
 )
 
-# `chambers site nodes` lists names and keys, which `flwr supernode list` doesn't.
-from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+# `chambers site nodes` lists names and keys, which `flwr supernode list` doesn't; `chambers stop`
+# finds the run in progress.
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StopRunRequest,
+    UnregisterNodeRequest,
+)
 
 # `chambers site check` asks a SuperLink whether a node key is registered; no Flower command does.
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
@@ -54,7 +61,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 # A SuperLink may return other messages together with a reply; Chambers drops them.
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 
-# `chambers site nodes` connects as `flwr` does.
+# `chambers site nodes` and `chambers stop` connect as `flwr` does.
 from flwr.supercore.control import ControlHttpClient
 
 # Errors that a SuperLink returns for a node key.

@@ -167,6 +167,7 @@ def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(walk, strategies
     results = (coordinator / "state" / ".local/share/chambers/runs").iterdir()
     assert {result.name.rpartition("_")[2] for result in results} == set(strategies)
     assert walk.run("coordinator", "chambers site nodes").count(" online ") == 2
+    stop_two_runs(walk)
     # A run that fails, and a release of something else.
     said = walk.run("coordinator", "chambers run run.toml rounds=30", status=1)
     assert "the site's policy refuses rounds = 30 (max-rounds = 20)" in said.splitlines()[-1]
@@ -174,3 +175,21 @@ def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(walk, strategies
     walk.run("reviewer", "chambers site sign ../tiny.fab --key key --output ../coordinator/release")
     said = walk.run("coordinator", "chambers run run.toml", status=2)
     assert "the proxy serves @courts/tiny==1.0.0, but @chambers/chambers==" in said
+
+
+def stop_two_runs(walk):
+    """Runs continue after Ctrl-C; the commands that are then shown report on them and stop them."""
+    stop, watch = [], []
+    for shown in ("2 clients take part", "started run"):
+        process, log = walk.start_until("coordinator", "exec chambers run run.toml rounds=9", shown)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        stop += re.findall(r"to stop it: (chambers stop (\d+) .*)", log.read_text())
+        watch += re.findall(r"to watch it: (.*) --watch", log.read_text())
+    assert "running: " in walk.run("reviewer", watch[0])
+    said = walk.run("coordinator", "chambers stop", status=2)
+    assert all(run in said for _, run in stop)
+    assert f"run {stop[0][1]} is stopped" in walk.run("reviewer", stop[0][0])
+    assert f"run {stop[1][1]} is stopped" in walk.run("coordinator", "chambers stop")
+    said = walk.run("coordinator", "chambers stop", status=2)
+    assert "no runs are in progress" in said
