@@ -4,6 +4,7 @@ import ssl
 import subprocess
 import sys
 import time
+from threading import Event
 
 import httpx
 import pytest
@@ -79,17 +80,27 @@ def test_the_process_ends_with_flowers_loop_or_its_heartbeats(what):
     assert ended.returncode == 75  # so that a supervisor restarts it
 
 
-def test_its_health_tells_since_when_it_is_offline(monkeypatch, tmp_path, capsys):
+def test_its_health_tells_since_when_it_is_offline(monkeypatch):
     state = nodestate_factory.NodeStateFactory(ObjectStoreFactory())
     client = TestClient(supernode.create_app(state_factory=state))
     supernode.Contact.note()
     assert client.get("/health").status_code == 200
     monkeypatch.setattr(supernode.Contact, "last", 1e9)
     answer = client.get("/health")
-    assert (answer.status_code, answer.json()) == (
-        503,
-        {"offline-since": "2001-09-09T01:46:40+00:00"},
-    )
-    succeeded = supernode.retrying()
-    succeeded.invoke(lambda: None)
+    assert answer.status_code == 503
+    assert answer.json() == {"offline-since": "2001-09-09T01:46:40+00:00"}
+    supernode.retrying().invoke(lambda: None)
     assert client.get("/health").status_code == 200
+    for succeeds in (False, True):
+        monkeypatch.setattr(supernode.Contact, "last", 1e9)
+        asked = Event()
+
+        def beat(asked=asked, succeeds=succeeds):
+            asked.set()
+            return succeeds
+
+        heartbeat = supernode.Heartbeat(beat)
+        heartbeat.start()
+        assert asked.wait(60)
+        heartbeat.stop()
+        assert (client.get("/health").status_code == 200) is succeeds
