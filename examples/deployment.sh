@@ -55,7 +55,7 @@ for name in court consultation; do
     programs+=("$joining")
     await "$joining" test -e "$name/node.pub"
     cp "$name/node.pub" "coordinator/$name.pub"
-    at coordinator chambers site admit "$name.pub" --name "$name"
+    at coordinator chambers site admit "$name.pub" --name "$name" --rows 40
     wait "$joining"
     up "$name"
 done

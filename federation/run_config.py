@@ -84,7 +84,8 @@ class RunConfig(Section):
         gt=0,
         le=1,
         description="Maximum share of a client in averages (by data size) over two or more "
-        "clients. Larger shares are reduced, and the log names the client. 1: no maximum.",
+        "clients. Larger shares are reduced, and the log names the client. 1: no maximum. In "
+        "deployments, [agreed data sizes](robustness.md) are the first limit.",
     )
     node_timeout: PositiveFloat = Field(
         120.0,

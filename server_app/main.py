@@ -10,6 +10,7 @@ from flwr.app import Context
 from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 
+from federation.agreed_rows import agreed_rows_of
 from federation.authentication import signer_of
 from federation.messages import to_arrays
 from federation.run_config import ConfigError, RunConfig, parse_run_config
@@ -73,7 +74,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint | None) -> None:
     kind = STRATEGIES[config.strategy]
-    signer = signer_of(config, grid)
+    signer, agreed = signer_of(config, grid), agreed_rows_of(grid)
     base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
     digests = fingerprint(base)
@@ -93,7 +94,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
         if _is_over(progress, config):
             results.checkpoint(progress, state)  # writes what the killed process didn't
             return
-        strategy = kind(config, digests, progress, results, signer)
+        strategy = kind(config, digests, progress, results, signer, agreed)
         strategy.start(grid, to_arrays(state), config.rounds, timeout=config.reply_timeout)
     finally:
         results.close()

@@ -45,6 +45,7 @@ class FLGLM(Rounds):
         progress: Progress,
         journal: Journal,
         signer: Signer | None = None,
+        agreed: Mapping[str, int] | None = None,
     ) -> None:
         self._directory = self.locate_base_model(config)
         self._partition = partition_of(self._directory, config.split)
@@ -52,7 +53,7 @@ class FLGLM(Rounds):
         # Tensors that the server lacks have empty digests: the clients must agree on these.
         expected = {name: fingerprint[name] for name in PARTIES_SHARE if name in fingerprint}
         expected |= {name: fingerprint.get(name, "") for name in sorted(theirs)}
-        super().__init__(config, expected, progress, journal, signer)
+        super().__init__(config, expected, progress, journal, signer, agreed)
         self._server: BlockServer
         self._body: State = {}
         # For each client, why its training lane ended early in this round; empty if it didn't.
@@ -91,8 +92,8 @@ class FLGLM(Rounds):
         if server_round > 1 and (server_round - 1) % self.config.split.rotate_keys_every == 0:
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
-        counted = self._counted(self._participants.asked)
-        self._server.begin_round(counted, seed, from_arrays(arrays))
+        asked = self._participants.asked
+        self._server.begin_round(self._counted(asked), seed, from_arrays(arrays), self._caps(asked))
         self._ends = {}
         for message in messages:
             client = self._participants.recipient_of(message)

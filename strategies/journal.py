@@ -11,17 +11,17 @@ from flwr.common import log
 
 from federation.messages import MODELS, State
 from federation.run_folder import LaneStatus, RunStatus
-from finetuning.adapters.robust_aggregation import MAX_DISTANCE
 
 # Interval for writing the progress within a round to disk.
 _REFRESH_SECONDS = 10.0
 
 What = Literal["update", "update at the server", "data size", "importance"]
-_FAR = f"is more than {MAX_DISTANCE:g} times as large as the other clients' median"
+_FAR = "is too far above the other clients' median"
 _REASONS: dict[What, str] = {
     "update": _FAR,
     "update at the server": _FAR,
-    "data size": "exceeds the maximum share of a client (max-share)",
+    "data size": "exceeds the agreed number of rows (if there is none, a multiple of the other "
+    "clients' median), or a client's maximum share (max-share)",
     "importance": "is far above the typical values of all clients",
 }
 

@@ -82,6 +82,7 @@ class Participants:
 
     ``fingerprint`` contains the digests of the tensors that clients must have, as computed by the
     server. An unknown digest is empty, and is set to the digest that most clients report.
+    ``agreed`` contains the agreed numbers of rows by name; None believes all data sizes.
     """
 
     def __init__(
@@ -90,12 +91,16 @@ class Participants:
         instruction: Instruction,
         fingerprint: dict[str, str],
         signer: Signer | None = None,
+        agreed: Mapping[str, int] | None = None,
     ) -> None:
         self._config = config
         self._signer = signer
         self._instruction = instruction
         self.fingerprint = dict(fingerprint)
         self._registered: dict[int, Participant] = {}
+        # Agreed numbers of rows of the clients whose keys were admitted under the names.
+        self.agreed: dict[str, int] | None = None if agreed is None else {}
+        self._agreements = agreed or {}
         # Data sizes of the recipients of the last messages, keyed and sorted by name.
         self.asked: dict[str, int] = {}
         # Why other clients aren't among the recipients of the last messages.
@@ -298,6 +303,9 @@ class Participants:
                     train_examples=metrics.get(TRAIN_EXAMPLES, examples),
                     withholds=withheld_of(reply) is not None,
                 )
+                if self.agreed is not None and assigned in self._agreements:
+                    self.agreed[name] = self._agreements[assigned]
+                    log(INFO, "%d training rows are agreed on with %s", self.agreed[name], name)
                 if examples:
                     log(INFO, "%s takes part with %d training rows", name, examples)
             else:

@@ -16,7 +16,14 @@ from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
-from finetuning.adapters.robust_aggregation import counted_sizes, distance, scaled, update_factors
+from finetuning.adapters.robust_aggregation import (
+    believed_sizes,
+    counted_sizes,
+    distance,
+    scaled,
+    update_caps,
+    update_factors,
+)
 from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest
@@ -33,7 +40,8 @@ class Rounds(Strategy):
     """Base class of the strategies: clients train adapters that the server averages by data size.
 
     The run continues from ``progress``. ``fingerprint`` is the base model's fingerprint as computed
-    by the server. Without a ``signer``, instructions aren't signed.
+    by the server. Without a ``signer``, instructions aren't signed. ``agreed`` contains the agreed
+    numbers of rows by name; None, as in a simulation, believes all clients' data sizes.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class Rounds(Strategy):
         progress: Progress,
         journal: Journal,
         signer: Signer | None = None,
+        agreed: Mapping[str, int] | None = None,
     ) -> None:
         self.config = config
         self.progress = progress
@@ -52,7 +61,7 @@ class Rounds(Strategy):
             round=0, lineage=progress.lineage, base="", time_limit=config.round_timeout
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
-        self._participants = Participants(config, queried, fingerprint, signer)
+        self._participants = Participants(config, queried, fingerprint, signer, agreed)
         self._reference = ArrayRecord()
         # The averaged clients' data sizes and, with ``late-replies``, the messages to the others.
         self._sizes: dict[str, int] = {}
@@ -166,7 +175,8 @@ class Rounds(Strategy):
         sizes = self._sizes | {name: metrics[SIZE] for name, metrics in new.metrics.items()}
         self._sizes = dict(sorted(sizes.items()))
         counted = self._counted(self._sizes)
-        factors = update_factors({n: distance(state_of(n), reference) for n in self._sizes})
+        distances = {name: distance(state_of(name), reference) for name in self._sizes}
+        factors = update_factors(distances, self._caps(self._sizes))
         shares = {name: counted[name] / size for name, size in self._sizes.items()}
         record_scaled(self._journal, server_round, "update", factors)
         record_scaled(self._journal, server_round, "data size", shares)
@@ -309,8 +319,15 @@ class Rounds(Strategy):
         return replies.file(client)
 
     def _counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the data sizes to use as weights in averages, limited by ``max-share``."""
-        return counted_sizes(sizes, self.config.max_share)
+        """Return the data sizes to use as weights in averages, limited as in robustness.md."""
+        return counted_sizes(
+            believed_sizes(sizes, self._participants.agreed), self.config.max_share
+        )
+
+    def _caps(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """Return each client's largest distance, as a multiple of the clients' median."""
+        equal_steps = self.config.train.local_steps > 0
+        return update_caps(sizes, self._participants.agreed, equal_steps)
 
     def _average(self, weights: Mapping[str, int]) -> None:
         """Average the adapters that are at the server; the default does nothing."""

@@ -92,6 +92,7 @@ def run_in_process(
     start: tuple[Progress, State] | None = None,
     rounds: int | None = None,
     together: bool = False,
+    agreed: Mapping[str, int] | None = None,
 ) -> MemoryJournal:
     """Run simulated clients through all rounds.
 
@@ -104,6 +105,7 @@ def run_in_process(
             clients' state of that time. None starts a new run.
         rounds: Number of the last round; None for that of the run config.
         together: Whether clients of a new grid run concurrently.
+        agreed: The agreed numbers of rows by name, as in a deployment; None for a simulation.
 
     """
     values = {"min-nodes": clients, **values, "state-path": str(state_path)}
@@ -112,7 +114,8 @@ def run_in_process(
     base = locate(config.model.name)
     journal = MemoryJournal()
     progress, state = start or (journal.progress, first_adapter(config, base)[0])
-    strategy = STRATEGIES[config.strategy](config, fingerprint(base), progress, journal)
+    kind, digests = STRATEGIES[config.strategy], fingerprint(base)
+    strategy = kind(config, digests, progress, journal, agreed=agreed)
     last = config.rounds if rounds is None else rounds
     strategy.start(grid or InProcessGrid(values, nodes, together), to_arrays(state), last)
     return journal

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError
 from chambers.site import host
-from chambers.sources import argument, option
+from chambers.sources import argument, count, option
 
 if TYPE_CHECKING:
     from federation.flower_internals import ControlHttpClient, NodeInfo
@@ -20,17 +20,22 @@ class Admit:
 
     \b
       sha256sum node.pub
-      chambers site admit node.pub --name court
+      chambers site admit node.pub --name court --rows 1200
+
+    In averages, the institution counts with at most the agreed number of training rows. For another
+    number from the next run on, repeat the command.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     key: Annotated[Path, argument("node.pub")]
     name: Annotated[str, option("The institution's name, as in its chambers site join.", "NAME")]
+    rows: Annotated[int | None, count("Agreed number of training rows; default: none.")] = None
     folder: Annotated[Path, host.FOLDER] = Path()
 
     def __call__(self) -> int:
-        """Register the key; refuse a name that another node has."""
+        """Register the key and the number of rows; refuse a name that another node has."""
         from chambers.site.keys import digest, read_public_key
         from federation import flower_internals as flower
+        from federation.agreed_rows import agree_on_rows
 
         host.check_name(self.name)
         key = read_public_key(self.key)
@@ -38,10 +43,16 @@ class Admit:
         request = flower.RegisterNodeRequest(public_key=public, name=self.name)
         host.enter(self.folder)
         with flower.control_client() as client:
-            if _members(client, self.name):
-                raise CommandError(f"{self.name} is admitted; to replace its key, expel it first")
-            node = client.RegisterNode(request).node_id
-        print(f"{self.name} is admitted as node {node}, with the key {digest(key)}")
+            members = _members(client, self.name)
+            if members and (self.rows is None or members[0].public_key != public):
+                raise CommandError(
+                    f"{self.name} is admitted; to replace its key, expel it first; to change its "
+                    "number of rows, name the same key, and --rows"
+                )
+            node = members[0].node_id if members else client.RegisterNode(request).node_id
+        agree_on_rows(self.name, self.rows)
+        rows = f" and {self.rows} rows" if self.rows else ""
+        print(f"{self.name} is admitted as node {node}, with the key {digest(key)}{rows}")
         return 0
 
 

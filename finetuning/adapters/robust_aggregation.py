@@ -17,9 +17,12 @@ import torch
 
 from finetuning.adapters.adapter import State
 
-# Maximum ratio of an update's norm to the median norm. Norms of honest clients with equal numbers
-# of steps differ by a factor below 2; with Adam, a norm grows at most linearly with the steps.
-MAX_DISTANCE = 10.0
+# Maximum ratio of an update's norm to the median norm, and the same if all clients take equally
+# many steps. The norms of honest clients then differ by a factor below 2 (docs/robustness.md); with
+# Adam, a norm grows at most linearly with the steps.
+MAX_DISTANCE, MAX_DISTANCE_EQUAL_STEPS = 10.0, 3.0
+# Maximum ratio of a data size that nobody has agreed on to the median data size.
+MAX_SIZE = 3.0
 # Ratio to the typical value above which importance J is excessive, and maximum ratio of the sum of
 # a client's excess to the sum of the rest. Honest clients reach 0.043 (docs/robustness.md).
 _MAX_IMPORTANCE = 5.0
@@ -35,15 +38,34 @@ def distance(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Te
     return math.sqrt(sum(float(square) for square in squares))
 
 
-def update_factors(distances: Mapping[str, float]) -> dict[str, float]:
+def update_factors(distances: Mapping[str, float], caps: Mapping[str, float]) -> dict[str, float]:
     """Return the factor by which each client's update is scaled; 1.0 up to the cap.
 
-    ``distances`` are the distances between the clients' adapters and the previous global adapter.
-    Clients with a distance of 0 are ignored when the cap is computed.
+    ``distances`` are the distances between the clients' adapters and the previous global adapter,
+    and ``caps`` the clients' maximum ratios to the median distance, at least 1; by default, 10.
+    Clients with a distance of 0 are ignored when the median is computed.
     """
     moved = [each for each in distances.values() if each > 0]
-    most = MAX_DISTANCE * median_low(moved) if moved else 0.0
-    return {name: most / each if each > most else 1.0 for name, each in distances.items()}
+    median = median_low(moved) if moved else 0.0
+    most = {name: caps.get(name, MAX_DISTANCE) * median for name in distances}
+    return {n: most[n] / each if each > most[n] else 1.0 for n, each in distances.items()}
+
+
+def update_caps(
+    sizes: Mapping[str, int], agreed: Mapping[str, int] | None, equal_steps: bool
+) -> dict[str, float]:
+    """Return each client's maximum ratio of its update's norm to the median norm.
+
+    ``sizes`` and ``agreed`` are those of ``believed_sizes``, whose result decides: the ratio of a
+    client without an agreement is divided by the ratio of its data size to the median data size, if
+    that is above 1. Otherwise, a client could exceed the typical influence, which is the product of
+    weight and norm, by the product of both caps.
+    """
+    most = MAX_DISTANCE_EQUAL_STEPS if equal_steps else MAX_DISTANCE
+    believed = believed_sizes(sizes, agreed)
+    known = sizes.keys() if agreed is None else agreed.keys()
+    median = median_low(believed.values()) if believed else 1
+    return {n: most if n in known else most / max(1.0, s / median) for n, s in believed.items()}
 
 
 def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -> State:
@@ -54,6 +76,19 @@ def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -
         name: torch.lerp(reference[name].double(), value.double(), factor).float()
         for name, value in state.items()
     }
+
+
+def believed_sizes(sizes: Mapping[str, int], agreed: Mapping[str, int] | None) -> dict[str, int]:
+    """Return data sizes that are at most those agreed on with the clients.
+
+    The size of a client without an agreement is at most 3 times the median size. None means that
+    all sizes are agreed on.
+    """
+    if agreed is None or not sizes:
+        return dict(sizes)
+    known = {name: min(size, agreed.get(name, size)) for name, size in sizes.items()}
+    most = int(MAX_SIZE * median_low(known.values()))
+    return {n: size if n in agreed else min(size, most) for n, size in known.items()}
 
 
 def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:

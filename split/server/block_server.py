@@ -115,18 +115,25 @@ class BlockServer(Endpoint):
     def __exit__(self, *_error: object) -> None:
         self.stop()
 
-    def begin_round(self, examples: Mapping[str, int], seed: int, own: State | None = None) -> None:
+    def begin_round(
+        self,
+        examples: Mapping[str, int],
+        seed: int,
+        own: State | None = None,
+        caps: Mapping[str, float] | None = None,
+    ) -> None:
         """Prepare for a round of training.
 
         ``examples`` maps each client that will be invited to its number of training examples, which
         is its weight in averages. ``seed`` seeds the round's dropout in the body; only
         ``client-batch`` uses it. ``own`` contains the adapters of the head and tail that clients
         begin with, with which averaging compares the clients' adapters. None means that nothing is
-        averaged within the round.
+        averaged within the round. ``caps`` are the clients' caps on distances; see
+        ``robust_aggregation.update_factors``.
         """
         self._examples = dict(examples)
         keep = self._train.optimizer_state == "keep"
-        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed, own))
+        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed, own, caps))
 
     def invite_to_train(
         self,

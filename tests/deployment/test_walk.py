@@ -161,7 +161,9 @@ def test_the_commands_of_the_page_lead_to_runs_of_each_strategy(walk, strategies
             elif "site join" in commands:
                 join(walk, host, commands)
             else:
-                walk.run(host, commands)
+                said = walk.run(host, commands)
+                for name in INSTITUTIONS if "chambers run" in commands else ():
+                    assert f"1200 training rows are agreed on with {name}" in said
         if organisation == "reviewer":
             shutil.copytree(walk.folder / "reviewer" / "release", coordinator / "release")
     results = (coordinator / "state" / ".local/share/chambers/runs").iterdir()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array
+from flwr.proto.node_pb2 import NodeInfo
 
 from federation.messages import ARRAYS, METRICS, SIZE, config_of, from_arrays
 from finetuning.adapters.robust_aggregation import distance
@@ -98,33 +99,69 @@ def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
     )
 
 
-def test_nobody_chooses_the_global_adapter(values, tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "rows", "agreed", "ratio"), [(0, 8, None, 10), (2, 8, {}, 3), (2, 10**9, {}, 1)]
+)
+def test_nobody_chooses_the_global_adapter(values, tmp_path, steps, rows, agreed, ratio):
     """With 8 of 44 rows, gamma sends values that would give the uncapped mean that it wants."""
-    values |= {"strategy": "fedjudge-base", "rounds": 1}
-    grid = SpyingGrid(values | {"state-path": str(tmp_path)}, filled("train", 5.0 * 44 / 8))
-    journal = run_in_process(values, tmp_path, 3, grid)
+    values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": steps}
+
+    def change(reply):
+        return filled("train", 5.0 * 44 / 8)(claiming(rows)(reply))
+
+    grid = SpyingGrid(values | {"state-path": str(tmp_path)}, change)
+    journal = run_in_process(values, tmp_path, 3, grid, agreed=agreed)
     chosen = {name: torch.full_like(value, 5.0) for name, value in journal.adapters[1].items()}
     far = distance(journal.adapters[0], chosen)
     assert distance(journal.adapters[1], chosen) > 0.98 * far
-    assert scaled_down(journal) == [(1, "gamma", "update")]
+    scaled = {event["what"]: event for event in journal.events if event["event"] == "scaled"}
+    assert {event["client"] for event in scaled.values()} == {"gamma"}
+    # Of two others, the median is the larger one.
+    own, *others = (moved(grid, 1)[name] for name in ("gamma", *HONEST))
+    assert scaled["update"]["factor"] * own == pytest.approx(ratio * max(others), rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
+class AdmittedGrid(SpyingGrid):
+    """A grid of SuperNodes whose keys were admitted under these names."""
+
+    names: tuple[str, ...] = ()
+
+    def get_nodes(self):
+        names = (*self.names, *[""] * len(self.get_node_ids()))
+        return [NodeInfo(node_id=n, name=names[n - 1]) for n in self.get_node_ids()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows", "agreed", "admitted", "counts"),
+    [
+        # In a simulation, only max-share limits gamma: 108 of 144 rows.
+        ("fedjudge-cl", 10**9, None, (), 108),
+        ("fl-glm", 10**9, None, (), 108),
+        # Without an agreement, gamma counts three times as many rows as alpha.
+        ("fedjudge-base", 10**9, {}, (*HONEST, "gamma"), 72),
+        # Anyone can take a name that wasn't admitted.
+        ("fedjudge-base", 10**9, {"gamma": 100}, HONEST, 72),
+        ("fedjudge-base", 10**9, {"gamma": 100}, (*HONEST, "gamma"), 100),
+        ("fedjudge-base", 100, {"gamma": 100}, (*HONEST, "gamma"), 100),
+        ("fedjudge-base", 50, {"gamma": 100}, (*HONEST, "gamma"), 50),
+    ],
+)
 def test_a_claim_of_many_rows_does_not_take_all_the_weight(
-    values, deep_checkpoint, tmp_path, strategy
+    values, deep_checkpoint, tmp_path, strategy, rows, agreed, admitted, counts
 ):
-    """With max-share, gamma counts three quarters: 108 rows, beside 24 and 12 of the others."""
     if strategy == "fl-glm":
         values |= {"model.name": str(deep_checkpoint), "split.wire-dtype": "float32"}
         values |= {"split.schedule": "hierarchical"}
     values |= {"strategy": strategy, "rounds": 2, "train.local-steps": 2}
-    grid = SpyingGrid(values | {"state-path": str(tmp_path)}, claiming(10**9))
-    journal = run_in_process(values, tmp_path, 3, grid, rounds=1)
-    counted = {"alpha": 24, "beta": 12, "gamma": 108}
+    grid = AdmittedGrid(values | {"state-path": str(tmp_path)}, claiming(rows))
+    grid.names = admitted
+    journal = run_in_process(values, tmp_path, 3, grid, rounds=1, agreed=agreed)
+    counted = {"alpha": 24, "beta": 12, "gamma": counts}
+    total = sum(counted.values())
     for name, average in journal.adapters[1].items():
-        mean = sum(counted[c] * own[name].double() for c, own in journal.kept.items()) / 144
+        mean = sum(counted[c] * own[name].double() for c, own in journal.kept.items()) / total
         torch.testing.assert_close(average.double(), mean, rtol=1e-5, atol=1e-7)
-    assert scaled_down(journal) == [(1, "gamma", "data size")]
+    assert scaled_down(journal) == [(1, "gamma", "data size")] * (counts < rows)
     if strategy == "fedjudge-cl":
         importance = {
             config_of(reply)["name"]: from_arrays(reply.content[ARRAYS])
@@ -132,5 +169,16 @@ def test_a_claim_of_many_rows_does_not_take_all_the_weight(
             if reply.metadata.message_type == "evaluate" and ARRAYS in reply.content.array_records
         }
         for name, average in journal.progress.importance.items():
-            mean = sum(counted[c] * own[name].double() for c, own in importance.items()) / 144
+            mean = sum(counted[c] * own[name].double() for c, own in importance.items()) / total
             torch.testing.assert_close(average.double(), mean, rtol=1e-5, atol=1e-9)
+
+
+def test_a_claim_of_many_rows_lowers_the_cap_on_distances_at_the_server(
+    values, deep_checkpoint, tmp_path
+):
+    values |= {"model.name": str(deep_checkpoint), "split.wire-dtype": "float32"}
+    values |= {"strategy": "fl-glm", "split.schedule": "hierarchical", "train.local-steps": 2}
+    grid = SpyingGrid(values | {"state-path": str(tmp_path)}, claiming(10**9))
+    journal = run_in_process(values, tmp_path, 3, grid, rounds=1, agreed={})
+    # Gamma's updates are hardly longer than the others'.
+    assert (1, "gamma", "update at the server") in scaled_down(journal)

@@ -46,10 +46,15 @@ class ClientBatch(SharedAdapters):
         self._round: StackedRound
 
     def begin_round(
-        self, weights: Mapping[str, float], keep_optimizers: bool, seed: int, own: State | None
+        self,
+        weights: Mapping[str, float],
+        keep_optimizers: bool,
+        seed: int,
+        own: State | None,
+        caps: Mapping[str, float] | None,
     ) -> None:
         """Prepare a round that the clients in ``weights`` may join."""
-        super().begin_round(weights, keep_optimizers, seed, own)
+        super().begin_round(weights, keep_optimizers, seed, own, caps)
         with self._changed:
             self._barrier.begin(weights)
             self._round = StackedRound(

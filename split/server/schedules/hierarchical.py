@@ -52,6 +52,7 @@ class Hierarchical:
         self._average_every = split.average_every
         self._adapters: defaultdict[str, BodyAdapters] = defaultdict(make_adapters)
         self._weights: dict[str, float] = {}
+        self._caps: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
         self._averages: dict[str, State] = {}  # average that each client has yet to receive
@@ -64,15 +65,20 @@ class Hierarchical:
         self.mark_absent = self._barrier.mark_absent
 
     def begin_round(
-        self, weights: Mapping[str, float], keep_optimizers: bool, seed: int, own: State | None
+        self,
+        weights: Mapping[str, float],
+        keep_optimizers: bool,
+        seed: int,
+        own: State | None,
+        caps: Mapping[str, float] | None,
     ) -> None:
         """Load the global body adapters into the adapters of every client in ``weights``.
 
         ``own`` contains the adapters of the head and tail that all clients begin with; None if
-        nothing is averaged within the round.
+        nothing is averaged within the round. ``caps`` are those of ``update_factors``.
         """
         with self._changed:
-            self._weights = dict(weights)
+            self._weights, self._caps = dict(weights), dict(caps or {})
             self._keeps_optimizers = keep_optimizers
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
             self._common_body, self.scaled = self._global, {}
@@ -218,7 +224,8 @@ class Hierarchical:
         All clients began with ``reference``. A client's difference from ``reference`` is scaled
         down if the difference is much larger than those of the other clients.
         """
-        factors = update_factors({n: distance(each, reference) for n, each in states.items()})
+        distances = {name: distance(each, reference) for name, each in states.items()}
+        factors = update_factors(distances, self._caps)
         mean = WeightedMean()
         for name in sorted(states):
             factor = factors[name]

@@ -20,7 +20,12 @@ class SharedAdapters:
         self.scaled: dict[str, float] = {}  # clients have no separate adapters to scale down
 
     def begin_round(
-        self, weights: Mapping[str, float], keep_optimizers: bool, seed: int, own: State | None
+        self,
+        weights: Mapping[str, float],
+        keep_optimizers: bool,
+        seed: int,
+        own: State | None,
+        caps: Mapping[str, float] | None,
     ) -> None:
         """Begin a round, with a new optimizer unless ``keep_optimizers`` is true."""
         if not keep_optimizers:

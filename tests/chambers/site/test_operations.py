@@ -1,7 +1,9 @@
 """The commands of docs/operations.md, and signed releases, with real SuperLinks and SuperNodes."""
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 
@@ -139,15 +141,25 @@ def test_an_expelled_node_cannot_return(coordinator, institution, tmp_path):
     assert status == 2 and "[code: 23] Public key already in use." in output
     _, listed = coordinator.command("chambers", "site", "nodes")
     assert f"{institution.node:20} expelled   " in listed
-    # With a new key, it is admitted once.
+    # With a new key, it is admitted once; its number of rows can be changed.
     institution.key.rename(tmp_path / "old")
     (institution.folder / "node.pub").unlink()
     open_node_key(institution.key)
-    coordinator.command(*admit)
+    (coordinator.folder / "flower.env").write_text(f"HOME={tmp_path}\nXDG_DATA_HOME=\n")
+    coordinator.command(*admit, "--rows", "12")
+    _, output = coordinator.command(*admit, "--rows", "1200")
+    assert re.search(r"court is admitted as node \d+, with the key \w{64} and 1200 rows", output)
+    agreed = tmp_path / ".local" / "share" / "chambers" / "agreed-rows.json"
+    assert json.loads(agreed.read_bytes()) == {"court": 1200}
+    status, output = coordinator.command(*admit, check=False)
+    assert status == 2 and "to change its number of rows" in output
+    assert json.loads(agreed.read_bytes()) == {"court": 1200}
     open_node_key(tmp_path / "other")
-    admit = ("chambers", "site", "admit", tmp_path / "other.pub", "--name", "court")
+    other = tmp_path / "other.pub"
+    admit = ("chambers", "site", "admit", other, "--name", "court", "--rows", "5")
     status, output = coordinator.command(*admit, check=False)
     assert status == 2 and "court is admitted; to replace its key, expel it first" in output
+    (coordinator.folder / "flower.env").unlink()
     status, output = coordinator.command("chambers", "site", "expel", "tribunal", check=False)
     assert status == 2 and "tribunal is not admitted" in output
 

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetuning.adapters.robust_aggregation import (
-    MAX_DISTANCE,
     ImportanceCap,
+    believed_sizes,
     counted_sizes,
     distance,
     scaled,
+    update_caps,
     update_factors,
 )
 
@@ -32,17 +33,32 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(20, generator=generator) for name in ("A", "B")}
 
 
-@given(distances)
-def test_an_update_is_capped_at_ten_times_the_median_of_the_others(values):
-    factors = update_factors(values)
+@given(distances, st.dictionaries(st.sampled_from(NAMES), st.floats(1, 10)))
+def test_an_update_is_capped_at_a_multiple_of_the_median_of_the_others(values, caps):
+    factors = update_factors(values, caps)
     moved = {name: value for name, value in values.items() if value > 0}
     for name, value in values.items():
-        most = MAX_DISTANCE * others_median(moved, name) if len(moved) > 1 and value else value
+        ratio = caps.get(name, 10)
+        most = ratio * others_median(moved, name) if len(moved) > 1 and value else value
         if value <= most:
             assert factors[name] == 1
         else:
             assert factors[name] * value == pytest.approx(most)
-    assert update_factors(dict(reversed(values.items()))) == factors
+    assert update_factors(dict(reversed(values.items())), caps) == factors
+
+
+@given(sizes, sizes, st.booleans())
+def test_sizes_are_limited_by_agreements_or_the_median_of_the_others(values, agreed, equal_steps):
+    """Without an agreement, the product of size and distance is limited like the distance."""
+    known = {name: min(size, agreed.get(name, size)) for name, size in values.items()}
+    believed, caps = believed_sizes(values, agreed), update_caps(values, agreed, equal_steps)
+    for name, size in known.items():
+        median = others_median(known, name) if len(known) > 1 else size
+        assert believed[name] == (size if name in agreed else min(size, 3 * median))
+        ratio = 1.0 if name in agreed else max(1.0, believed[name] / median)
+        assert caps[name] == pytest.approx((3 if equal_steps else 10) / ratio)
+    assert believed_sizes(values, None) == values
+    assert set(update_caps(values, None, equal_steps).values()) == {3 if equal_steps else 10}
 
 
 @given(st.integers(0, 100), st.floats(1e-9, 1.0))
