@@ -22,6 +22,7 @@ from tests.deployment.supervisor import all_active
 from tests.deployment.test_hostile_institution import Attack, accepted, refusals
 from tests.deployment.test_hosts import OUTSIDER
 from tests.deployment.test_survival import SECONDS, audited
+from tests.marks import nightly
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -79,6 +80,7 @@ def test_silent_connections_take_nobody_offline(separate):
     assert re.search(rf"limiting connections by zone .*client: {re.escape(host.address)},", log)
 
 
+@pytest.mark.nightly
 def test_a_relay_that_closes_connections_takes_nobody_offline(separate):
     running, host = separate, separate.hosts["coordinator"]
     proxy = running.programs["coordinator"]["proxy"]
@@ -110,7 +112,7 @@ def thief(running, *arguments: str, user: int = 65534):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("flower", [True, False], ids=["with Flower's SuperExec", "with Chambers'"])
+@pytest.mark.parametrize("flower", [nightly(True), False], ids=["Flower's", "Chambers'"])
 def test_another_user_of_the_machine_finds_no_token(separate, flower):
     """With Flower's own SuperExec, the same search finds one."""
     running, superexec = separate, separate.programs["court"]["superexec"]
@@ -140,6 +142,7 @@ def processes(program, name):
     return found
 
 
+@pytest.mark.nightly
 def test_a_context_that_another_process_has_replaced_decides_nothing(separate):
     """Root takes the token, in place of a user who would have found a way."""
     running, court = separate, separate.hosts["court"]
