@@ -52,6 +52,14 @@ def test_a_file_that_any_user_can_change_is_refused(file, which, mode):
     assert str(path) in str(error.value)
 
 
+def test_in_a_folder_with_the_sticky_bit_only_a_file_s_owner_can_replace_it(file):
+    file.parent.chmod(0o1777)
+    assert read_site_file(file).name == "court"
+    file.chmod(0o1646)
+    with pytest.raises(PolicyError, match="other users can change"):
+        read_site_file(file)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to other users")
 @pytest.mark.parametrize("which", ["site.toml", "policy.toml"])
 def test_owner_and_group_must_be_root_or_the_process_s(file, which):
