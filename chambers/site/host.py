@@ -83,10 +83,11 @@ def rendered(folder: Path, file: str, values: Mapping[str, str]) -> str:
         "/srv/chambers": str(folder),
         "/opt/chambers/bin": str(Path(sys.executable).parent),
         "/usr/sbin/nginx": _nginx(),
-        "daemon off;": f"{stream_module()}daemon off;",
     }
     for old, new in values.items():
         text = text.replace(old, new)
+    if "daemon off;" in text:  # the proxy's unit
+        text = text.replace("daemon off;", f"{stream_module()}daemon off;")
     return text
 
 

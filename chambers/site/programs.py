@@ -45,7 +45,8 @@ class Up:
         enter(folder)
         port = free_port()
         programs = _read_programs(folder, port)
-        write_file(folder / PORT, str(port))
+        if "supernode" in programs:
+            write_file(folder / PORT, str(port))
         logs = folder / "state" / "logs"
         logs.mkdir(exist_ok=True)
         interrupt_at_end()
