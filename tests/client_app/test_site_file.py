@@ -114,7 +114,9 @@ def test_a_node_config_that_differs_is_refused_and_logged(site, monkeypatch, nod
     assert "problem" not in site.ask("query").content[CONFIG]
     site.node = node
     for kind in ("query", "train", "evaluate"):
-        problem = site.refusal(kind)
+        reply = site.ask(kind)
+        problem = site.problem(reply)
+        assert reply.content[CONFIG]["name"] == "court"
         assert "Flower's node config differs from the site file" in problem
         assert site.lines("refused")[-1]["problem"] == problem
 
