@@ -131,7 +131,7 @@ class SitePolicy(Table):
         None,
         description="Names of the modules that LoRA may adapt, such as `q_proj`; all others are "
         "refused. Absent: the linear layers of the blocks, except experts and routers. Adapters on "
-        "embeddings or output heads tell which words occur in the rows.",
+        "embeddings and output heads [tell the rows' words](attack.md#tokens-told-by-adapters).",
     )
     max_rank: PositiveInt | None = Field(
         None,

@@ -16,6 +16,7 @@ from finetuning.model.base_model import (
     fetch,
     loading_arguments,
     locate,
+    locate_description,
     outline,
     prepare,
     refuse_quantized,
@@ -51,9 +52,9 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
     BaseModelError if there is no such checkpoint, or it is not in safetensors format.
     """
     name = resolve(name)
+    directory = locate_description(name)
     if not is_id(name):
-        return locate(name)
-    directory = fetch(name, DESCRIPTIONS)
+        return directory
     if (directory / _INDEX).is_file():
         needed = tensors_of(directory, partition_of(directory, split), parties)
         files = _files(directory)

@@ -1,7 +1,8 @@
-"""The attack on adapters distinguishes the only row of a round from rows outside it."""
+"""Attacks on adapters tell the only row of a round from others, and which tokens occur in rows."""
 
 import pytest
 
+from bench import tokens_told
 from bench.membership import measure
 from finetuning.settings import ModelSettings
 
@@ -10,3 +11,12 @@ from finetuning.settings import ModelSettings
 def test_the_only_row_of_a_round_is_recognised(checkpoint):
     (found,) = measure(ModelSettings(name=str(checkpoint)), seed=0, rounds=[1])
     assert found["gradient"] > 0.9 and found["loss"] > 0.6
+
+
+@pytest.mark.nightly
+def test_adapters_on_embeddings_and_output_heads_tell_tokens(checkpoint):
+    found = tokens_told.measure(ModelSettings(name=str(checkpoint)), seed=0, rows=[1])
+    for name in ("LoRA on embeddings", "LoRA on the output head"):
+        ((right, occurring, wrong),) = found[name]
+        assert right > 0.9 * occurring and not wrong
+    assert found["LoRA on linear layers, rank 8, random"][0][0] == 0

@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client_app.policy import check_run
+from client_app.policy import check_adapter, check_run
 from federation.messages import ANSWERS, ARRAYS, CONFIG, LANE, METRICS
 from federation.run_config import parse_run_config
 from federation.site_file import SiteFile
@@ -159,6 +159,17 @@ def test_a_run_is_refused_before_it_trains(site, policy, changed, reason):
     assert [line["kind"] for line in lines] == ["query", "train", "evaluate"]
     assert {line["problem"] for line in lines} == {problem}
     assert not site.lines("accepted")
+
+
+def test_the_policy_that_site_join_writes_refuses_adapters_that_tell_words(checkpoint):
+    text = (ROOT / "docker" / "policy.toml").read_text()
+    policy = SitePolicy.model_validate(tomllib.loads(text))
+    embedded = parse_run_config(EMBEDDED | {"model.name": str(checkpoint)})
+    with pytest.raises(PolicyError, match=r"which adapts model\.embed_tokens"):
+        check_adapter(policy, embedded)
+    for changed in ({"adapter.rank": 64}, {"adapter.kind": "prefix"}):
+        with pytest.raises(PolicyError, match=r"max-rank = 8|max-prefix-length = 16"):
+            check_run(policy, parse_run_config(changed))
 
 
 def test_targets_are_refused_before_data_are_read(site):

@@ -1,10 +1,12 @@
 """Which modules a run config's targets adapt, and which of these are safe to adapt by default."""
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
 from finetuning.adapters.adapted_modules import adapted_modules
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.settings import AdapterSettings
 from tests.finetuning.conftest import ARCHITECTURES, SIZES
 
@@ -92,6 +94,33 @@ def test_numbered_experts_depend_on_single_tokens(tmp_path):
         for block in range(2)
         for path, mixes in (("self_attn.o_proj", True), ("mlp.experts.1", False))
     }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "changes"),
+    [
+        ("llama", "q_proj,o_proj,down_proj,embed_tokens", {}),
+        ("mixtral", "k_proj,w1,w2,w3", {"num_local_experts": 16}),
+    ],
+)
+def test_only_other_modules_have_parameters_that_some_tokens_don_t_change(
+    random_model, tmp_path, architecture, targets, changes
+):
+    settings = AdapterSettings(targets=targets, dropout=0.0)
+    model = random_model(architecture, **changes)
+    model.config.save_pretrained(tmp_path)
+    model = attach_adapter(model, settings, None)
+    for parameter in trainable_parameters(model).values():
+        parameter.data.normal_()
+    tokens = torch.arange(2, 6)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    unchanged = {
+        name.removeprefix("base_model.model.").partition(".lora_")[0].replace(".base_layer", "")
+        for name, parameter in trainable_parameters(model).items()
+        if not (parameter.grad.any(0).all() and parameter.grad.any(1).all())
+    }
+    found = adapted_modules(tmp_path, settings)
+    assert unchanged == {path for path, mixes in found.items() if not mixes} != set(found)
 
 
 def test_a_prefix_adapts_no_module(tmp_path):
