@@ -1,4 +1,4 @@
-"""A resident worker on a device whose kernel has failed: ``broken_worker SOCKET``."""
+"""A resident worker on a device whose kernel has failed."""
 
 from tests.accelerator.device import install
 

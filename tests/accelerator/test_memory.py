@@ -13,10 +13,12 @@ from torch.nn.functional import cross_entropy
 from chambers.__main__ import main
 from client_app.worker import TRY_AGAIN
 from federation.messages import ARRAYS
+from federation.site_file import VARIABLE
 from finetuning.devices import default_device, default_dtype
 from finetuning.model.output_head import output_head, target_log_probabilities
 from split.protocol.errors import PeerError
 from tests.client_app.worker_process import ROOT
+from tests.site_files import write_site
 from tests.split.clients import Client, serving, split_settings
 from tests.waiting import wait_until
 
@@ -92,13 +94,15 @@ def test_a_client_learns_that_the_server_has_no_room(device, base, beginning, sc
         assert not train("gamma"), "with room, the server trains the next client"
 
 
-def test_a_worker_ends_after_a_failed_kernel(device, site, tmp_path):
+def test_a_worker_ends_after_a_failed_kernel(device, site, tmp_path, monkeypatch):
     """The worker answers first. A supervisor restarts it, and it can use the device again."""
     socket = tmp_path / "worker.sock"
+    own = {"policy": site.node["policy"], "worker": socket}
+    monkeypatch.setenv(VARIABLE, str(write_site(tmp_path, "court", site.data, **own)))
+    site.node = {}
     module = "tests.accelerator.broken_worker"
-    with subprocess.Popen([sys.executable, "-m", module, str(socket)], cwd=ROOT) as process:
+    with subprocess.Popen([sys.executable, "-m", module], cwd=ROOT) as process:
         wait_until(lambda: socket.exists() or process.poll() is not None, 120)
-        site.node["worker"] = str(socket)
         assert "a kernel failed on the GPU" in site.refusal("train")
         assert process.wait(60) == TRY_AGAIN
 
