@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers import Cache
 
+# Types of blocks that cache only keys and values; others also cache states.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
 
 def left_padding(backbone: Any, lengths: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
     """Return the mask, and positions counted from each row's first token, as in ``generate``.
@@ -39,9 +42,10 @@ class NoCache(Cache):  # type: ignore[misc]
 def without_cache(backbone: Any) -> dict[str, Any]:
     """Return a backbone's arguments for rows without a prefix or earlier tokens.
 
-    Blocks that recompute their activations accept no cache.
+    Blocks that recompute their activations accept no cache, and recurrent ones not this one.
     """
     arguments: dict[str, Any] = {"use_cache": False}
-    if not backbone.is_gradient_checkpointing:
+    kinds = getattr(backbone.config, "layer_types", None) or ()
+    if not backbone.is_gradient_checkpointing and _ATTENTION.issuperset(kinds):
         arguments["past_key_values"] = NoCache()
     return arguments

@@ -25,9 +25,18 @@ _WEIGHT_BYTES = 16 * 2**20  # size of the parts in which a matrix is converted t
 class _Backbone(torch.nn.Module):
     """A module that replaces a model's blocks with a function."""
 
-    def __init__(self, compute: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]]) -> None:
+    def __init__(
+        self, compute: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]], replaced: Any
+    ) -> None:
         super().__init__()
         self._compute = compute
+        self._replaced = [replaced]  # in a list, so that its modules don't become this one's
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # some heads read multipliers of the blocks (Falcon-H1)
+            return getattr(vars(self)["_replaced"][0], name)
 
     def forward(
         self,
@@ -80,7 +89,7 @@ def output_head(
     # If the blocks are on several devices, accelerate's ``forward`` is bound to ``causal_lm``.
     vars(head).pop("forward", None)
     head._modules = dict(causal_lm._modules)
-    setattr(head, causal_lm.base_model_prefix, _Backbone(compute))
+    setattr(head, causal_lm.base_model_prefix, _Backbone(compute, causal_lm.base_model))
     return head
 
 

@@ -212,7 +212,7 @@ class WholeModel:
         hidden = compute(batch.beginnings)
         if not each:
             return hidden
-        cache.batch_repeat_interleave(each)
+        cache.reorder_cache(torch.arange(len(lengths)).repeat_interleave(each))
         columns = batch.endings.shape[1]
         mask = inputs["attention_mask"].repeat_interleave(each, 0)
         inputs["attention_mask"] = torch.nn.functional.pad(mask, (0, columns), value=1)

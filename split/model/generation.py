@@ -75,6 +75,7 @@ def generate(
             input_ids=tokens.to(tail.device),
             attention_mask=mask.to(tail.device),
             max_new_tokens=new_tokens,
+            past_key_values=DynamicCache(),  # instead of one for the tail's blocks
             **settings,
         )
 

@@ -42,8 +42,10 @@ class KeyValues:
             self._prompt = shifted(self._prompt, prefixes.length)
             if self.cache is not None:
                 prefixes.fill(self.cache, len(padding.lengths), part.dtype)
-        if self.cache is not None:
-            self.cache.activate_past_recording()  # so that sliding windows can be cropped
+        # Recurrent states can't be cropped; all other blocks record what they need for it.
+        self._can_drop = self.cache is not None and not part.model._is_stateful
+        if self.cache is not None and self._can_drop:
+            self.cache.activate_past_recording()
         self.columns = 0  # number of tokens of each row so far, including padding
 
     @property
@@ -57,8 +59,10 @@ class KeyValues:
         First remove the last ``drop`` columns from the cache. See `Part.__call__` for ``given`` and
         the result.
         """
-        if self.cache is not None and self.columns:
+        if self.cache is not None and self._can_drop and self.columns:
             self.cache.crop(-drop)
+        elif self.cache is not None and drop:
+            raise ValueError("recurrent blocks can't remove tokens; generate without drafts")
         self.columns -= drop
         inputs = self._mask_and_positions(given.shape[1])
         if not self._padded or self.cache is None:
@@ -118,7 +122,7 @@ class KeyValues:
     def repeat(self, times: int) -> None:
         """Repeat each row ``times`` times in adjacent rows, so that each copy can be continued."""
         if self.cache is not None:
-            self.cache.batch_repeat_interleave(times)
+            self.cache.reorder_cache(torch.arange(len(self._lengths)).repeat_interleave(times))
         self._lengths = self._lengths.repeat_interleave(times)
         self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
 
@@ -155,18 +159,35 @@ class _OwnBlocks(DynamicCache):  # type: ignore[misc]  # transformers has no typ
         ]
         return new
 
-    def update(self, keys: Any, values: Any, block: int, *more: Any, **others: Any) -> Any:
-        return super().update(keys, values, block - self._first, *more, **others)
+    def update(self, keys: Any, values: Any, layer_idx: int, *more: Any, **others: Any) -> Any:
+        return super().update(keys, values, layer_idx - self._first, *more, **others)
 
-    def update_conv_state(self, states: Any, block: int, *more: Any, **others: Any) -> Any:
-        return super().update_conv_state(states, block - self._first, *more, **others)
+    def get_conv_state(self, layer_idx: int, **others: Any) -> Any:
+        return super().get_conv_state(layer_idx - self._first, **others)
 
-    def update_recurrent_state(self, states: Any, block: int, *more: Any, **others: Any) -> Any:
-        return super().update_recurrent_state(states, block - self._first, *more, **others)
+    def update_conv_state(self, states: Any, layer_idx: int, **others: Any) -> Any:
+        return super().update_conv_state(states, layer_idx - self._first, **others)
+
+    def get_recurrent_state(self, layer_idx: int, **others: Any) -> Any:
+        return super().get_recurrent_state(layer_idx - self._first, **others)
+
+    def update_recurrent_state(self, states: Any, layer_idx: int, **others: Any) -> Any:
+        return super().update_recurrent_state(states, layer_idx - self._first, **others)
 
     def has_previous_state(self, layer_idx: int | None = None, *more: Any) -> Any:
         own = None if layer_idx is None else layer_idx - self._first
         return super().has_previous_state(own, *more)
+
+    def is_recording_past(self, layer_idx: int) -> Any:
+        return super().is_recording_past(layer_idx - self._first)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if all(self.is_linear) else int(super().get_seq_length(layer_idx))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
+        if all(self.is_linear):  # no block uses a mask of keys
+            return query_length, 0
+        return super().get_mask_sizes(query_length, layer_idx)
 
 
 class _JoinedLayer(DynamicLayer):  # type: ignore[misc]

@@ -15,7 +15,9 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"linear_(key|value)_head_dim", 8),
     (r"(num|moe_num)_(local_)?experts|n_routed_experts|linear_num_value_heads", 4),
     (r"num_experts_per_tok|moe_k|top_k_experts|linear_num_key_heads", 2),
-    (r"n_group|topk_group|n_shared_experts", 1),
+    (r"n_group|topk_group|n_shared_experts|mamba_n_groups", 1),
+    (r"mamba_d_state|mamba_chunk_size", 8),
+    (r"mamba_n_heads", 4),
     # Short windows, so that they affect even short texts.
     (r"sliding_window|attention_chunk_size|window_size", 4),
 )
@@ -71,6 +73,11 @@ def _narrow(config: Any) -> None:
     ):
         if isinstance(vars(config).get(name), int):
             setattr(config, name, width)
+    if "mamba_n_heads" in vars(config):
+        inner = config.mamba_expand * config.hidden_size
+        config.mamba_d_head = inner // config.mamba_n_heads
+        if getattr(config, "mamba_d_ssm", None):  # Falcon-H1
+            config.mamba_d_ssm = inner
     _shorten_factors(vars(config).get("rope_parameters"))
     vars(config).pop("quantization_config", None)
 

@@ -28,6 +28,32 @@ SIZES = {
     "eos_token_id": 1,
 }
 PROJECTIONS = "q_proj,k_proj,v_proj"
+INPUTS = "q_proj,in_proj,in_proj_qkv,in_proj_qkvz"  # of attention and of recurrent layers
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+DELTA = {
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+# Architectures with recurrent or convolution layers, and what differs from the common sizes.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "GraniteMoeHybrid": MAMBA
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}
+    | {"mamba_d_head": 16, "embedding_multiplier": 12.0, "logits_scaling": 4.0}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+    "FalconH1": MAMBA | {"mamba_d_ssm": 32, "mamba_d_head": 8, "lm_head_multiplier": 0.5},
+    "Qwen3Next": DELTA | EXPERTS | {"layer_types": ["linear_attention", "full_attention"]},
+    "Qwen3_5Text": DELTA | {"layer_types": ["linear_attention", "full_attention"]},
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaConfig", {}, PROJECTIONS),
     "mixtral": ("MixtralConfig", {"num_local_experts": 3}, PROJECTIONS),
@@ -42,6 +68,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("GPT2Config", {"n_inner": 48}, "c_attn"),
     "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 16}, PROJECTIONS),
     "bloom": ("BloomConfig", {}, "query_key_value"),
+    **{name: (f"{name}Config", given, INPUTS) for name, given in HYBRIDS.items()},
 }
 
 

@@ -16,6 +16,7 @@ from split.model.loading import load_parts
 from split.model.part import Part
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
+from tests.finetuning.conftest import EXPERTS, HYBRIDS
 from tests.split.clients import ADAPTER
 from tests.split.lanes import Server
 
@@ -31,12 +32,6 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": 1,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
 }
 # Configuration classes without "Config", and what differs from the common sizes. Windows are so
 # short, and scales so far from 1, that a few tokens show whether they are right.
@@ -65,6 +60,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Bloom": {},
     "Olmo": {},
     "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
+    # In four blocks, only the third has attention.
+    **{
+        name: given | {k: [v[0], *v, v[0]] for k, v in given.items() if k == "layer_types"}
+        for name, given in HYBRIDS.items()
+    },
 }
 LENGTHS = torch.tensor([11, 7, 4])
 

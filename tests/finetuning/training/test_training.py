@@ -17,10 +17,7 @@ from finetuning.settings import TrainSettings
 from finetuning.training.loop import DeadlineError, LocalRound, TrainingReport, train_round
 from finetuning.training.optimization import OptimizerState, squared_norm
 from finetuning.training.proximal import ProximalPenalty
-
-ARCHITECTURES = [
-    "llama", "mixtral", "qwen2", "gemma2", "cohere", "granite", "gpt2", "opt", "bloom"
-]  # fmt: skip
+from tests.finetuning.conftest import ARCHITECTURES
 
 
 def train(

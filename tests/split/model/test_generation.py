@@ -22,6 +22,7 @@ from split.model.key_values import KeyValues, pad
 from split.model.loading import load_parts
 from split.model.partition import partition_of
 from split.protocol.frames import Padding
+from tests.finetuning.conftest import HYBRIDS, INPUTS
 from tests.marks import nightly
 from tests.split.clients import (
     MAX_CACHED_TOKENS,
@@ -33,7 +34,7 @@ from tests.split.clients import (
     split_settings,
     tokens_taken,
 )
-from tests.split.conftest import ARCHITECTURES, draw_tokens, real_tokens, whole_model
+from tests.split.conftest import ARCHITECTURES, LENGTHS, draw_tokens, real_tokens, whole_model
 from tests.split.server.test_session import busy
 from tests.waiting import wait_until
 
@@ -43,10 +44,12 @@ TARGETS = {
     "GPTNeoX": "query_key_value",
     "Bloom": "query_key_value",
     "GPT2": "c_attn",
+    **dict.fromkeys(HYBRIDS, INPUTS),
 }
 # Each has what the others lack: windows, experts, sinks, positions that are learned or biases, ...
 # The parts of all architectures are compared with the whole by day, without texts.
 BY_DAY = {"Llama", "Mistral", "Mixtral", "Gemma2", "Phi3", "GPT2", "OPT", "Bloom", "GptOss"}
+BY_DAY |= {"Lfm2", "Qwen3Next"}
 GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 20, "repetition_penalty": 1.2}
 
@@ -412,9 +415,9 @@ def frames_of(scene, tokens, **settings) -> tuple[torch.Tensor, list[dict]]:
     return text, [fields for fields in sent if "side" in fields]
 
 
-# Two have sliding windows, one has learned positions.
-DRAFTED_BY_DAY = {("Llama", 0), ("Mistral", 1), ("GPT2", 1)}
-DRAFTED = ("Llama", "Mistral", "Gemma3Text", "GPT2", "Bloom")
+# Two have sliding windows, one has learned positions, and one has convolutions.
+DRAFTED_BY_DAY = {("Llama", 0), ("Mistral", 1), ("GPT2", 1), ("Lfm2", 1)}
+DRAFTED = ("Llama", "Mistral", "Gemma3Text", "GPT2", "Bloom", "Lfm2")
 
 
 @pytest.mark.parametrize(
@@ -441,6 +444,21 @@ def test_drafted_tokens_do_not_change_the_text(
     looked_up, frames = frames_of(scene, tokens, **varied, prompt_lookup_num_tokens=4)
     assert torch.equal(looked_up, expected)
     assert sum("drop" in fields for fields in frames) > 2
+
+
+def test_recurrent_blocks_refuse_drafts(random_checkpoint):
+    """By ``transformers`` at the client, and by the cache if a client sends them all the same."""
+    scene = Scene(random_checkpoint("Qwen3Next"), "Qwen3Next")
+    tokens = draw_tokens()[:1].repeat(1, 2)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
+        frames_of(scene, tokens, **GREEDY, prompt_lookup_num_tokens=4)
+    settings = ModelSettings(name=str(scene.directory))
+    partition = partition_of(scene.directory, scene.split)
+    body = load_parts(settings, scene.directory, partition, ["body"], ["cpu"])["body"]
+    kept = KeyValues(body, Padding("left", LENGTHS), 11)
+    kept.extend(torch.randn(3, 11, 32))
+    with pytest.raises(ValueError, match="can't remove tokens; generate without drafts"):
+        kept.extend(torch.randn(3, 1, 32), drop=2)
 
 
 def test_tokens_are_drafted_only_after_three_repeated_ones(random_checkpoint):
