@@ -1,5 +1,6 @@
 """Locate, check and load the frozen base model and its tokenizer."""
 
+import json
 import logging
 import warnings
 from collections.abc import Sequence
@@ -157,7 +158,11 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         refuse_quantized(config, directory)
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory, trust_remote_code=False, output_loading_info=True, **arguments
+            directory,
+            trust_remote_code=False,
+            output_loading_info=True,
+            generation_config=generation_settings(directory, config),
+            **arguments,
         )
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the checkpoint is not the problem
@@ -170,6 +175,28 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
             f"{type(model).__name__}, including {', '.join(missing[:3])}"
         )
     return model
+
+
+def generation_settings(directory: Path, config: Any) -> Any:
+    """Return ``transformers``' defaults for generation, with the checkpoint's end-of-text tokens.
+
+    Other settings in ``generation_config.json``, such as beams or limits, are not used. Raise a
+    BaseModelError if its ``eos_token_id`` is not a token, or a list of tokens.
+    """
+    from transformers import GenerationConfig
+
+    file = directory / "generation_config.json"
+    try:
+        content = json.loads(file.read_bytes()) if file.is_file() else {}
+        ends = content.get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise BaseModelError(f"{file} can't be read: {error}; download it again") from error
+    if ends is None:
+        ends = getattr(config.get_text_config(), "eos_token_id", None)
+    tokens = ends if isinstance(ends, list) else [0 if ends is None else ends]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise BaseModelError(f"{file}: eos_token_id = {ends!r} must be a token's number, or a list")
+    return GenerationConfig(eos_token_id=ends)
 
 
 def loading_arguments(settings: ModelSettings, device: str | None = None) -> dict[str, Any]:

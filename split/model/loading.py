@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import GenerationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from finetuning.model.base_model import (
     DESCRIPTIONS,
     BaseModelError,
     fetch,
+    generation_settings,
     loading_arguments,
     locate,
     locate_description,
@@ -42,7 +42,6 @@ from split.model.partition import (
 from split.settings import SplitSettings
 
 _INDEX = "model.safetensors.index.json"
-_GENERATION = "generation_config.json"
 
 
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
@@ -117,8 +116,7 @@ def load_parts(
             )
         model = _load(kind=kind, config=whole.config, state=state, arguments=arguments)
         hand_over(model, arguments["device_map"])
-        if (directory / _GENERATION).is_file():
-            model.generation_config = GenerationConfig.from_pretrained(directory)
+        model.generation_config = generation_settings(directory, whole.config)
         digests = compared(
             model=model,
             checkpoint=checkpoint,

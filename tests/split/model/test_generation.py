@@ -1,6 +1,7 @@
 """Generation through lanes yields the whole model's texts, and frees all memory."""
 
 import json
+import shutil
 import threading
 from collections import Counter
 from contextlib import ExitStack, nullcontext
@@ -8,12 +9,12 @@ from contextlib import ExitStack, nullcontext
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import GenerationConfig
 
 from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
 from finetuning.data.batching import collate
 from finetuning.devices import default_device
 from finetuning.model import drafts
+from finetuning.model.base_model import BaseModelError, load_checkpoint
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model import key_values
@@ -174,21 +175,37 @@ def test_prompts_without_padding_and_of_one_token(random_checkpoint):
             assert torch.equal(*texts)
 
 
-def test_settings_of_generation_come_from_the_checkpoint(random_checkpoint, tmp_path):
-    """Some have several end tokens, and they are in a file of their own."""
-    import shutil
+INHERITED = {
+    "num_beams": 2,
+    "max_time": 1e-9,
+    "stop_strings": ["a"],
+    "return_dict_in_generate": True,
+    "repetition_penalty": 9.0,
+    "max_new_tokens": -1,
+}
 
+
+def test_only_end_tokens_come_from_the_checkpoint_s_settings_of_generation(
+    random_checkpoint, tmp_path
+):
     directory = tmp_path / "checkpoint"
     shutil.copytree(random_checkpoint("Llama"), directory)
-    GenerationConfig(eos_token_id=[1, 7, 9], repetition_penalty=1.7).save_pretrained(directory)
-    scene = Scene(directory)
-    client = scene.client()
-    with scene.serving() as server, scene.lane(server, client) as model:
-        scene.choose(model)
-        expected = generated(scene.whole(), **GREEDY)
-        assert torch.equal(generated(model, **GREEDY), expected)
-    found = json.loads((directory / "generation_config.json").read_text())
-    assert found["eos_token_id"] == [1, 7, 9]
+    file = directory / "generation_config.json"
+    texts = []
+    for inherited in ({}, INHERITED):
+        file.write_text(json.dumps({"eos_token_id": [1, 7, 9], **inherited}))
+        scene = Scene(directory)
+        client = scene.client()
+        whole = WholeModel(load_checkpoint(directory))
+        with scene.serving() as server, scene.lane(server, client) as model:
+            model.choose("base", None)
+            for each in (whole, model):
+                assert each.end_tokens == [1, 7, 9]
+                texts += [generated(each, **settings) for settings in (GREEDY, SAMPLED)]
+    assert all(torch.equal(text, texts[index % 2]) for index, text in enumerate(texts))
+    file.write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(BaseModelError, match=r"generation_config\.json: eos_token_id = '</s>'"):
+        load_checkpoint(directory)
 
 
 def test_forward_passes_and_models_may_change_between_generations(random_checkpoint):
