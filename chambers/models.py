@@ -15,7 +15,7 @@ from chambers.lane_model import LaneModel, explained
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
-from finetuning.model.base_model import load_base_model, load_tokenizer, locate, outline, reference
+from finetuning.model.base_model import load_base_model, load_tokenizer, locate, outline
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.model.whole_model import WholeModel
@@ -236,8 +236,7 @@ def _whole(source: Source) -> WholeModel:
         base = load_base_model(source.settings)
         if source.adapter is None:
             return WholeModel(base.model)
-        loadable = reference(source.settings.name, source.directory)
-        model = attach_adapter(base.model, source.adapter.settings, loadable)
+        model = attach_adapter(base.model, source.adapter.settings, base.reference)
         load_adapter(model, source.adapter.state)
     except ValueError as error:  # includes BaseModelError
         problem = f"the base model {source.settings.name} can't be used"

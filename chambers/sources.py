@@ -123,6 +123,11 @@ class AdapterOptions(BaseModelOptions):
         names = [str(name) for name in ([self.model] if self.model else known) if name]
         if not names:
             raise CommandError("no base model is named: add --model NAME_OR_PATH")
+        if adapter and names == [adapter.base] and "/" not in adapter.base not in BUILT_IN:
+            raise CommandError(
+                f"the adapter in {adapter.directory} gives only the last name of its base model's "
+                f"folder, {adapter.base}: name the base model with --model NAME_OR_PATH"
+            )
         # Skip folders that exist only at another party: the adapter may name one on this machine.
         name = next((name for name in names if not _is_missing(name)), names[0])
         if _is_missing(name):

@@ -2,15 +2,15 @@
 
     python examples/use_adapter.py runs/<run>/adapters/global "Is the contract void?"
 
-The adapter's folder names its base model, which is loaded from the same path or Hugging Face id
-as in training.
+The adapter's folder names its base model's Hugging Face id. If the base model was a folder, add
+``--model FOLDER``.
 """
 
 import argparse
 
 import torch
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
@@ -18,11 +18,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Answer a question with an exported adapter.")
     parser.add_argument("adapter", help="folder with adapter_config.json")
     parser.add_argument("question")
+    parser.add_argument("--model", help="folder or Hugging Face id of the base model")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
 
-    model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter)
-    base = model.peft_config["default"].base_model_name_or_path
+    config = PeftConfig.from_pretrained(arguments.adapter)
+    base = arguments.model or config.base_model_name_or_path
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), arguments.adapter)
     tokenizer = AutoTokenizer.from_pretrained(base)
     has_template = bool(tokenizer.chat_template)
     if has_template:

@@ -14,9 +14,9 @@ from finetuning.model.base_model import (
     BaseModelError,
     load_tokenizer,
     locate,
-    reference,
     refuse_unless_text,
 )
+from finetuning.model.names import public_name
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings
 
@@ -36,20 +36,21 @@ def attach_adapter(
     """Wrap a base model with an adapter whose weights are float32 and require gradients.
 
     The model is a ``transformers`` causal language model, which is changed in place, or a PEFT
-    model that already has adapters. ``base`` is the base model's id or directory, which the saved
-    adapter records. ``name`` is the adapter's name within the model and must not contain dots.
+    model that already has adapters. ``base`` is the base model's name, which the saved adapter
+    records. ``name`` is the adapter's name within the model and must not contain dots.
     Modules with ``excluded`` paths are not adapted even if a target matches their name. Raise a
     BaseModelError if the architecture does not support the targets or prefixes.
     """
     from peft import PeftModel, get_peft_model
     from peft.tuners.lora import LoraLayer
 
-    config = as_peft_config(settings, base, excluded)
+    config = as_peft_config(settings, excluded)
     try:
         if isinstance(model, PeftModel):
             model.add_adapter(name, config)
         else:
             model = get_peft_model(model, config, adapter_name=name)
+        config.base_model_name_or_path = base  # PEFT sets the folder that it was loaded from
     except ValueError as error:
         setting = f'adapter.targets = "{settings.targets}"'
         if settings.kind == "prefix":
@@ -65,16 +66,14 @@ def attach_adapter(
     return model
 
 
-def as_peft_config(
-    settings: AdapterSettings, base: str | None = None, excluded: Sequence[str] = ()
-) -> Any:
+def as_peft_config(settings: AdapterSettings, excluded: Sequence[str] = ()) -> Any:
     """Convert settings to PEFT's configuration; see `attach_adapter` for the arguments."""
     from peft import LoraConfig, PrefixTuningConfig, TaskType
 
-    common = {"task_type": TaskType.CAUSAL_LM, "base_model_name_or_path": base}
+    task = TaskType.CAUSAL_LM
     if settings.kind == "prefix":
         return PrefixTuningConfig(
-            num_virtual_tokens=settings.prefix_length, prefix_projection=False, **common
+            num_virtual_tokens=settings.prefix_length, prefix_projection=False, task_type=task
         )
     return LoraConfig(
         r=settings.rank,
@@ -82,7 +81,7 @@ def as_peft_config(
         lora_dropout=settings.dropout,
         target_modules=target_names(settings) or None,
         exclude_modules=list(excluded) or None,
-        **common,
+        task_type=task,
     )
 
 
@@ -117,7 +116,7 @@ def initial_adapter(
         refuse_unless_text(model.config, directory)
         if prefix:
             refuse_without_prefix(model, settings.prefix_length)
-        peft_model = attach_adapter(model, settings, reference(name, directory))
+        peft_model = attach_adapter(model, settings, public_name(name))
     peft_config = peft_model.peft_config["default"]
     if prefix:
         _refuse_other_shape(model, peft_config)

@@ -36,7 +36,7 @@ def merge(adapter: SavedAdapter, directory: Path, dtype: str) -> Any:
     """
     base = load_checkpoint(directory, dtype=dtype)
     try:
-        model = attach_adapter(base, adapter.settings, str(directory))
+        model = attach_adapter(base, adapter.settings, None)
         load_adapter(model, adapter.state)
     except ValueError as error:
         raise AdapterError(

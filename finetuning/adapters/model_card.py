@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
 from finetuning.model.gguf_file import origin_of
-from finetuning.model.names import hub_id, is_id
+from finetuning.model.names import public_name
 
 
 def model_card(
@@ -22,9 +22,9 @@ def model_card(
 ) -> str:
     """Describe an adapter in Markdown, with the YAML metadata that the Hugging Face Hub reads.
 
-    ``base`` is the base model's name in the run config, and ``directory`` is the folder from which
-    the model was loaded. ``sizes`` maps clients to their numbers of training rows. The card
-    contains the run config without its paths.
+    ``base`` is the base model's name in the run config, and ``directory`` its checkpoint. ``sizes``
+    maps clients to their numbers of training rows. The card contains the run config without its
+    paths.
     """
     metadata = ModelCardData(
         base_model=_on_hub(base),
@@ -32,7 +32,10 @@ def model_card(
         tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
-    settings = "\n".join(f"{key} = {value!r}" for key, value in config.items() if key not in _LOCAL)
+    shown = {key: value for key, value in config.items() if key not in _LOCAL}
+    settings = "\n".join(
+        f"{key} = {value!r}" for key, value in (shown | {"model.name": public_name(base)}).items()
+    )
     return f"""---
 {metadata.to_yaml()}
 ---
@@ -41,7 +44,7 @@ def model_card(
 
 Trained with Chambers.
 
-- Base model: `{base}`{_stored(Path(directory))}
+- Base model: `{public_name(base)}`{_stored(Path(directory))}
 - Rounds: {rounds}
 
 | client | training examples |
@@ -52,7 +55,7 @@ Trained with Chambers.
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained({directory!r})
+base = AutoModelForCausalLM.from_pretrained({public_name(base)!r})
 model = PeftModel.from_pretrained(base, ".")  # this folder
 ```
 
@@ -66,8 +69,8 @@ model = PeftModel.from_pretrained(base, ".")  # this folder
 
 def _on_hub(name: str) -> str | None:
     """Return the Hugging Face id for a base model's name in the run config, or None."""
-    name = hub_id(name)
-    return name if "/" in name and is_id(name) else None
+    name = public_name(name)
+    return name if "/" in name else None
 
 
 def _stored(directory: Path) -> str:
@@ -118,7 +121,7 @@ def merged_card(
 
 # {Path(base).name} with the adapter {adapter.name} merged
 
-- Base model: `{hub_id(base)}`{_stored(directory)}
+- Base model: `{public_name(base)}`{_stored(directory)}
 - Licence of the base model: {licence or "not named in its folder; it applies to this model, too"}
 - Precision: {dtype}
 {quantised}{held_out}

@@ -14,7 +14,7 @@ from finetuning.devices import default_device, default_dtype
 from finetuning.errors import UserError
 from finetuning.model.checkpoint import WEIGHTS, problem_of
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
-from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, resolve
+from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, public_name, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import accelerators, device_map, hand_over, path_of_blocks
 from finetuning.model.tiny import build_tiny
@@ -41,7 +41,7 @@ class BaseModelError(UserError, ValueError):
 class BaseModel:
     """A loaded checkpoint: a ``transformers`` model with frozen weights, and its tokenizer.
 
-    ``reference`` is the Hugging Face id if there is one, otherwise the directory.
+    ``reference`` is the name that saved adapters record; see `public_name`.
     """
 
     model: Any
@@ -127,7 +127,7 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     hand_over(model, arguments["device_map"])
     prepare(model, settings)
     refuse_unless_causal(model, directory)
-    tokenizer, named = load_tokenizer(directory), reference(settings.name, directory)
+    tokenizer, named = load_tokenizer(directory), public_name(settings.name)
     return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
 
 

@@ -1,5 +1,6 @@
 """Values of ``model.name`` that are neither a path nor a Hugging Face id."""
 
+import re
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -31,6 +32,18 @@ def resolve(name: str) -> str:
 def hub_id(name: str) -> str:
     """Return the Hugging Face id of ``smollm2``, and any other name unchanged."""
     return SMOLLM2_ID if name == SMOLLM2 else name
+
+
+def public_name(name: str) -> str:
+    """Return the name of a base model for other machines: its Hugging Face id, if it is known.
+
+    An id is also found in a path to the Hub's cache; of other paths, only the last part remains.
+    """
+    name = hub_id(name)
+    if name == TINY or is_id(name):
+        return name
+    cached = re.search(r"/models--([^/]+)/snapshots/", name)
+    return cached[1].replace("--", "/", 1) if cached else Path(name).name
 
 
 def is_id(name: str) -> bool:

@@ -329,18 +329,21 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     copy = shutil.copytree(adapter, tmp_path / "copy")
     refusal = refused(capsys, "generate", "--adapter", copy, "--model", shallow, "the court")
     assert "for a different one" in refusal
+    refusal = refused(capsys, "generate", "--adapter", copy, "the court")
+    assert f"last name of its base model's folder, {base.name}: name" in refusal
+    here = ["--model", base]
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
-    assert "use_rslora = True" in refused(capsys, "generate", "--adapter", copy, "the court")
+    assert "use_rslora = True" in refused(capsys, "generate", "--adapter", copy, *here, "the court")
     (copy / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
-    refusal = refused(capsys, "generate", "--adapter", copy, "the court")
+    refusal = refused(capsys, "generate", "--adapter", copy, *here, "the court")
     assert "init_lora_weights = 'pissa'" in refusal
     for plain in (False, "gaussian"):
         changed = json.dumps(config | {"init_lora_weights": plain})
         (copy / "adapter_config.json").write_text(changed)
-        assert told(capsys, "generate", "--adapter", copy, *NEW, "the court") == expected
+        assert told(capsys, "generate", "--adapter", copy, *here, *NEW, "the court") == expected
     (copy / "adapter_config.json").write_text("{")
-    assert "can't be read" in refused(capsys, "generate", "--adapter", copy, "the court")
+    assert "can't be read" in refused(capsys, "generate", "--adapter", copy, *here, "the court")
 
 
 def test_prompts_that_are_too_long_are_named(tmp_path, capsys, base):

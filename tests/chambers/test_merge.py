@@ -124,7 +124,7 @@ def test_a_copied_adapter_is_merged_with_a_warning(run_folder, base, tmp_path, c
     assert main(["merge", str(copied), str(tmp_path / "merged"), "--model", str(other)]) == 0
     assert "is not in a run's folder" in capsys.readouterr().err
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert f"Base model: `{other}`" in card and "## A name" in card
+    assert f"Base model: `{other.name}`" in card and "## A name" in card
 
 
 def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_path, capsys):

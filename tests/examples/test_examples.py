@@ -48,7 +48,8 @@ def test_use_adapter_answers_as_chambers_does(checkpoint, tmp_path, printed_by):
     state = {name: 0.5 * torch.randn_like(value) for name, value in state.items()}
     save_adapter(tmp_path / "adapter", state, config, "")
     question = "the court holds that"
-    printed = printed_by("use_adapter.py", tmp_path / "adapter", question, "--max-new-tokens", 12)
+    words = [tmp_path / "adapter", question, "--model", checkpoint, "--max-new-tokens", 12]
+    printed = printed_by("use_adapter.py", *words)
 
     base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, settings, None)
@@ -65,4 +66,5 @@ def test_split_without_flower_trains_an_adapter_for_peft(deep_checkpoint, tmp_pa
     losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step")]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    assert printed_by("use_adapter.py", folder, "the court holds that", "--max-new-tokens", 8)
+    words = [folder, "the court holds that", "--model", deep_checkpoint, "--max-new-tokens", 8]
+    assert printed_by("use_adapter.py", *words)

