@@ -10,7 +10,8 @@ PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_s
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{{ title }}</title>
 <style>
-:root { color-scheme: light dark; --faint: #5d6878; --line: #d5dae1; --best: #dcefdf }
+:root { color-scheme: light dark; --faint: #5d6878; --line: #d5dae1; --best: #dcefdf;
+  --bar: #3f90da }
 @media screen and (prefers-color-scheme: dark) { :root { --faint: #9aa5b4; --line: #39424f;
   --best: #1f4a2f; background: #14181e } svg, span { filter: brightness(1.3) }}
 body { max-width: 66rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif }
@@ -21,6 +22,11 @@ th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align
 td, figcaption, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
 .texts { width: 100% } .texts th { width: 7rem; vertical-align: top }
 .number { text-align: right; white-space: nowrap } .best { background: var(--best) }
+.results th[scope=row] { min-width: 7rem } .results td { width: 8rem }
+@media (max-width: 40rem) { .results th, .results td { padding: .25rem .3rem; width: 4rem } }
+.results i { display: block; height: .3rem; margin-left: auto; background: var(--bar) }
+.main { color: inherit; font-size: 1.1em } small { display: block; color: var(--faint) }
+th small { font-weight: normal } summary { cursor: pointer }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)) }
 .plots { grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)) }
 ul { display: flex; flex-wrap: wrap; gap: 0 1.2rem; padding: 0; margin: .4rem 0; list-style: none }
@@ -28,25 +34,43 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 </style>
 {% macro name(client) %}{% set color, _, mark = looks[client] %}
 <span style="color: {{ color }}" aria-hidden="true">{{ mark }}</span> {{ client }}{% endmacro %}
+{% macro settings(values) %}
+<table><thead><tr><th scope="col">Key</th><th scope="col">Value</th></tr></thead>
+{% for key, value in values.items() %}
+<tr><th scope="row">{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}
+</table>{% endmacro %}
+{% macro results(key, heading, note) %}
+<div class="wide"><table class="results"><caption><b>{{ heading }}</b>{{ note }}</caption>
+<thead><tr><th scope="col">Client</th>{% for model in models %}
+<th scope="col" class="number">{{ model }}</th>{% endfor %}</tr></thead>
+{% for client in latest %}
+<tr><th scope="row">{{ name(client) }}
+{% if key == "loss" and client in counts %} <small>{{ counts[client] }}</small>{% endif %}</th>
+{% for text, top, bar in cells(client, key) %}
+<td class="number{{ " best" if top }}">{{ "★ " if top }}{{ text }}
+<i style="width: {{ "%.0f"|format(bar) }}%"></i></td>
+{% endfor %}</tr>{% endfor %}
+</table></div>{% endmacro %}
+{% set model_names = {"base": "base model", "alone": "trained alone",
+"global": "trained together (global)", "personalised": "personalised"} %}
 <h1>{{ title }}</h1>
-<p>{{ rounds|length }} of {{ config["rounds"] }} rounds finished.</p>
-<h2>Results on held-out examples</h2>
-{% for columns in tables %}
-<div class="wide"><table><caption>Latest values; ★ marks the best model.
-{{ "Loss in nats per token." if loop.first else "Scores of generated text, 0 to 1." }}</caption>
-<thead><tr><th rowspan="2" scope="col">Client</th>{% for heading in columns.values() %}
-<th colspan="{{ models|length }}" scope="colgroup">{{ heading }}</th>{% endfor %}</tr>
-<tr>{% for column in columns %}{% for model in models %}
-<th scope="col" class="number">{{ model }}</th>{% endfor %}{% endfor %}</tr></thead>
-{% for client, values in latest.items() %}
-<tr><th scope="row">{{ name(client) }}</th>
-{% for key in columns %}{% for text, top in cells(values, key) %}
-<td class="number{{ " best" if top }}">{{ "★ " if top }}{{ text }}</td>
-{% endfor %}{% endfor %}</tr>{% endfor %}
-</table></div>
+<p>{{ started ~ " · " if started }}{{ rounds|length }} of {{ config["rounds"] }} rounds finished
+{%- for kind, time in times.items() %} · {{ kind }} {{ time }}{% endfor %}</p>
+<h2>{{ "What joining brought" if "alone" in models else "Results on held-out rows" }}</h2>
+{% if means %}<p class="main">Mean held-out loss of the clients:
+{% for model, loss in means.items() %}
+{{ model_names[model] }} <strong>{{ "%.3f"|format(loss) }}</strong>{{ "." if loop.last else "," }}
+{% endfor %}</p>{% endif %}
+{% if right %}<p class="main">Shown answers that equal the reference:
+{% for model, number in right.items() %}
+{{ model_names[model] }} <strong>{{ number }}</strong>{{ "." if loop.last else "," }}
+{% endfor %}</p>{% endif %}
+{% for own in tables[:1] %}{{ results(*own) }}
 {% else %}<p>No client has been evaluated yet.</p>{% endfor %}
 {% for client, own in questions.items() %}
-{% if loop.first %}<h2>Answers to held-out questions</h2>{% endif %}
+{% if loop.first %}<h2>Answers to held-out questions</h2>
+{% if config["data.generated"] == "matters" and not config["data.path"] %}
+<p>A client's first questions are on topics that only other clients have.</p>{% endif %}{% endif %}
 
 {% for (text, reference), answers in own.items() %}
 <table class="texts"><caption>{{ name(client) }}: {{ text }}</caption>
@@ -56,18 +80,25 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% endfor %}
 </table>
 {% endfor %}{% endfor %}
+{% for own in tables[1:] %}
+{% if loop.first %}<h2>Scores of generated answers</h2>
+<div class="grid plots">{% endif %}{{ results(*own) }}{{ "</div>"|safe if loop.last }}
+{% endfor %}
 {% for title, charts in panels.items() if charts %}
 <h2>{{ title }}</h2>
 <p>Solid: global model. Dashed, hollow markers: personalised. Dotted: base.
-{{ "Dash-dotted: alone." if "alone" in models }}</p>
+{{ "Dash-dotted, crosses: alone." if "alone" in models }}</p>
 <div class="grid">{% for client, chart in charts.items() if chart %}
 <figure><figcaption>{{ name(client) }}</figcaption>{{ chart }}</figure>{% endfor %}</div>
 {% endfor %}
 <h2>Local training</h2>
 <ul>{% for client in looks %}<li>{{ name(client) }}
 {%- if client in withheld %}: {{ withheld[client] }}{% endif %}</li>{% endfor %}</ul>
-<div class="grid plots">{% for title, note, chart in plots if chart %}
-<figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>{{ chart }}</figure>
+<div class="grid plots">{% for title, note, chart, values in plots if values %}
+<figure><figcaption><b>{{ title }}</b>{{ note }}</figcaption>
+{% if chart %}{{ chart }}{% else %}<table>{% for client, value in values.items() %}
+<tr><th scope="row">{{ name(client) }}</th><td class="number">{{ "%.3g"|format(value) }}</td></tr>
+{% endfor %}</table>{% endif %}</figure>
 {% else %}<p>No client has trained yet.</p>{% endfor %}</div>
 <h2>Participation</h2>
 <div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
@@ -102,8 +133,7 @@ block server counts bytes and seconds.</caption>
 </table></div>
 {% endif %}
 <h2>Configuration</h2>
-<table><thead><tr><th scope="col">Key</th><th scope="col">Value</th></tr></thead>
-{% for key, value in config.items() %}
-<tr><th scope="row">{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}
-</table>
+{{ settings(changed) }}
+<details><summary>{{ unchanged|length }} settings have their defaults</summary>
+{{ settings(unchanged) }}</details>
 """)

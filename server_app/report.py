@@ -10,13 +10,16 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
 
 from federation.messages import MODELS
+from federation.run_config import RunConfig
 from federation.run_folder import METRICS, Event, read_events
 from finetuning.files import write_file
 from server_app.page import PAGE
@@ -35,7 +38,7 @@ def write_report(directory: Path) -> Path:
     config = json.loads((directory / "config.json").read_bytes())
     events = read_events(directory / METRICS)
     with rc_context(_RC):
-        html = _render(events, config)
+        html = _render(events, config, _started(directory))
     report = directory / "report.html"
     write_file(report, html)
     return report
@@ -74,7 +77,7 @@ def questions(events: Iterable[Event]) -> dict[str, dict[tuple[str, str], dict[s
     return dict(sorted(found.items()))
 
 
-def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
+def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) -> str:
     latest = latest_values(events)
     looks = {client: _LOOKS[i % len(_LOOKS)] for i, client in enumerate(latest)}
     rounds: dict[int, Event] = {}
@@ -90,16 +93,26 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     plots = []
     for key, title, note in _PLOTS:
         curves = {name: _curve(events, key, event="train", client=name) for name in looks}
-        plots.append((title, note, _plot(title, curves, looks)))
+        last = {name: curve[max(curve)] for name, curve in curves.items() if curve}
+        plots.append((title, note, _plot(title, curves, looks), last))
+    usual = RunConfig().flat()
+    answers = questions(events)
     return PAGE.render(
         config=config,
+        changed={k: v for k, v in config.items() if k not in usual or v != usual[k]},
+        unchanged={k: v for k, v in config.items() if k in usual and v == usual[k]},
+        started=started,
+        times=_times(events),
+        counts=_counts(events),
+        means=_means(latest),
+        right=_right(answers),
         latest=latest,
         looks=looks,
         withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
         models=list(next(iter(latest.values()), {})),
-        tables=[columns for columns in (_LOSSES, _SCORES) if _known(events, list(columns)[1])],
-        cells=_cells,
-        questions=questions(events),
+        tables=[(key, *text) for key, text in _METRICS.items() if _known(events, key)],
+        cells=partial(_cells, latest),
+        questions=answers,
         panels={
             title: _panels(events=events, key=key, title=title, looks=looks)
             for key, title in _PANELS
@@ -113,9 +126,13 @@ def _render(events: Sequence[Event], config: Mapping[str, Any]) -> str:
     )
 
 
-# Columns of the two result tables; lower losses and higher scores are better.
-_LOSSES = {"loss": "Loss", "perplexity": "Perplexity"}
-_SCORES = {"rougeL": "ROUGE-L", "bleu4": "BLEU-4", "bleu_n": "BLEU-N"}
+# The tables of results. Perplexity is the exponential of the loss.
+_METRICS = {
+    "loss": ("Held-out loss", "In nats per token; lower is better."),
+    "rougeL": ("ROUGE-L", "0 to 1; higher is better."),
+    "bleu4": ("BLEU-4", "0 to 1; higher is better."),
+    "bleu_n": ("BLEU-N", "0 to 1; higher is better."),
+}
 
 
 def _known(rows: Iterable[Event], key: str) -> list[float]:
@@ -123,12 +140,70 @@ def _known(rows: Iterable[Event], key: str) -> list[float]:
     return [value for value in values if value is not None and isfinite(value)]
 
 
-def _cells(models: Mapping[str, Event], key: str) -> list[tuple[str, bool]]:
-    """Return, for each model, the text of the table cell and whether the value is the best one."""
-    known = _known(models.values(), key)
-    best = (min if key in _LOSSES else max)(known) if len(known) > 1 else None
-    values = (model.get(key) for model in models.values())
-    return [("-", False) if v is None else (f"{v:,.3f}", v == best) for v in values]
+def _cells(
+    latest: Mapping[str, Mapping[str, Event]], client: str, key: str
+) -> list[tuple[str, bool, float]]:
+    """Return, for each of a client's models, a table cell's text, whether it is best, and its bar.
+
+    The length of the bar is in percent of the largest value in the table.
+    """
+    models = latest[client].values()
+    known = _known(models, key)
+    best = (min if key == "loss" else max)(known) if len(known) > 1 else None
+    shown = [model for own in latest.values() for model in own.values()]
+    most = max(_known(shown, key), default=0.0)
+    cells = []
+    for value in (model.get(key) for model in models):
+        bar = 100 * value / most if value is not None and isfinite(value) and most > 0 else 0
+        cells.append(
+            ("-" if value is None else f"{value:,.3f}", value in known and value == best, bar)
+        )
+    return cells
+
+
+def _started(directory: Path) -> str:
+    """Return the date and time in the name of a run's folder, or an empty string."""
+    found = re.match(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)", directory.name)
+    return f"{found[1]} {found[2]}:{found[3]}" if found else ""
+
+
+def _times(events: Iterable[Event]) -> dict[str, str]:
+    """Return the total time of training and of evaluations, if known."""
+    sums: dict[str, float] = {}
+    for event in events:
+        kind = {"round": "training", "evaluation": "evaluations"}.get(event["event"])
+        if kind and event.get("seconds") is not None:
+            sums[kind] = sums.get(kind, 0.0) + event["seconds"]
+    return {kind: f"{value // 60:.0f} min {value % 60:.0f} s" for kind, value in sums.items()}
+
+
+def _counts(events: Iterable[Event]) -> dict[str, str]:
+    """Return a text for each client with its numbers of training and held-out rows."""
+    found: dict[str, dict[str, int]] = {}
+    for event in events:
+        kind = {"train": "training", "evaluate": "held-out"}.get(event["event"])
+        if kind and event.get("examples"):
+            found.setdefault(event["client"], {})[kind] = event["examples"]
+    return {
+        client: ", ".join(f"{own[k]:,} {k}" for k in ("training", "held-out") if k in own) + " rows"
+        for client, own in found.items()
+    }
+
+
+def _means(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, float]:
+    """Return the mean loss of each model, over the clients for which all losses are known."""
+    whole = [own for own in latest.values() if len(_known(own.values(), "loss")) == len(own)]
+    return {name: fmean(own[name]["loss"] for own in whole) for name in (whole[0] if whole else ())}
+
+
+def _right(answers: Mapping[str, Mapping[tuple[str, str], Mapping[str, str]]]) -> dict[str, str]:
+    """Return, for each model, how many of its shown answers equal the reference."""
+    shown: dict[str, list[bool]] = {}
+    for own in answers.values():
+        for (_, reference), texts in own.items():
+            for model, text in texts.items():
+                shown.setdefault(model, []).append(text.strip() == reference.strip())
+    return {m: f"{sum(shown[m])} of {len(shown[m])}" for m in MODELS if m in shown}
 
 
 # Columns of the table of lanes: key, heading, unit.
@@ -168,7 +243,7 @@ _LINES: dict[str, dict[str, Any]] = {  # by model; the base model's value is a h
     "base": {"linestyle": ":", "linewidth": 1.2},
     "global": {"linestyle": "-"},
     "personalised": {"linestyle": "--", "fillstyle": "none"},
-    "alone": {"linestyle": "-.", "fillstyle": "none"},
+    "alone": {"linestyle": "-.", "marker": "x"},
 }
 _PANELS = (("loss", "Held-out loss"), ("rougeL", "Held-out ROUGE-L"))
 _DISTANCE = "s = Σ J·|W - Ŵ|: distance from the global adapter after training (FedJudge, Eq. 3)."
@@ -199,7 +274,8 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
     """Plot each client's models in a separate panel; all panels have the same scale."""
     evaluated = [event for event in events if event["event"] == "evaluate"]
     values = _known(evaluated, key)
-    if not values or all(event["model"] == "base" for event in evaluated):
+    rounds = {event["round"] for event in evaluated if event["model"] != "base"}
+    if not values or len(rounds) < 2:  # the table shows single values as bars
         return {}
     margin = 0.05 * (max(values) - min(values) or 1)
     limits = (min(values) - margin, max(values) + margin)
@@ -218,7 +294,7 @@ def _plot(
     title: str, curves: Mapping[str, Curve], looks: Looks, limits: tuple[float, float] | None = None
 ) -> Markup:
     """Plot curves over rounds; the text alternative lists each curve's first and last values."""
-    if not any(curves.values()):
+    if max(map(len, curves.values()), default=0) < 2:
         return Markup()
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -229,14 +305,15 @@ def _plot(
     values = []
     for name, curve in curves.items():
         color, marker, _ = looks[name]
-        lines = {"color": color, **(_LINES[name] if limits else {})}
+        lines: dict[str, Any] = {"color": color, **(_LINES[name] if limits else {})}
         if not curve:
             continue
         first, last = curve[min(curve)], curve[max(curve)]
         if name == "base" and limits:
             axes.axhline(last, **lines)
         else:
-            lines |= {"marker": marker, "markersize": 4.5, "markevery": max(1, len(curve) // 10)}
+            lines = {"marker": marker, "markersize": 4.5, **lines}
+            lines["markevery"] = max(1, len(curve) // 10)
             axes.plot(list(curve), list(curve.values()), **lines)
         values.append(f"{name} from {first:.3g} to {last:.3g}")
     return _svg(figure, f"{title}: {', '.join(values)}")

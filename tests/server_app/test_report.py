@@ -51,8 +51,8 @@ EVENTS = [
     evaluate(1, "court", "global", 2.744, rougeL=0.202, bleu4=0.022, bleu_n=0.032),
     finished(1, ["court", HOSTILE]),
     {"event": "scaled", "round": 1, "client": HOSTILE, "what": "update", "factor": 0.00123},
-    train(2, "court", 2.6, importance_distance=0.02, penalty_gradient_share=0.11),
-    evaluate(2, "court", "personalised", 2.655),
+    train(2, "court", 2.6, importance_distance=0.02, penalty_gradient_share=0.11, examples=80),
+    evaluate(2, "court", "personalised", 2.655, examples=8),
     evaluate(2, "court", "global", 2.566),
     finished(2, ["court"], [(HOSTILE, "no reply within 3600 s")]),
     finished(2, [], [(HOSTILE, "evaluation = false")]) | {"event": "evaluation-missing"},
@@ -113,14 +113,20 @@ def test_page_shows_results_rounds_and_configuration(run):
     assert "fedjudge-cl on tiny" in text
     assert "2 of 3 rounds finished" in text
     # Lowest losses and highest scores are marked; the latest known scores are shown.
-    assert "court 3.111 ★ 2.566 2.655 31.110 ★ 25.660 26.550" in text
-    assert "court 0.101 0.202 ★ 0.303 0.011 0.022 ★ 0.033 0.021 0.032 ★ 0.043" in text
-    assert f"{HOSTILE} 3.222 - - 32.220 - -" in text
+    assert "court 80 training, 8 held-out rows 3.111 ★ 2.566 2.655" in text
+    for scores in ("0.101 0.202 ★ 0.303", "0.011 0.022 ★ 0.033", "0.021 0.032 ★ 0.043"):
+        assert f"court {scores}" in text
+    assert f"{HOSTILE} 3.222 - -" in text
+    # One client's losses of all models are known.
+    assert "base model 3.111, trained together (global) 2.566, personalised 2.655." in text
+    assert "training 0 min 28 s" in text
     assert f"2court {HOSTILE}: no reply within 3600 s 14.2" in text.replace("2 court", "2court")
     assert f"court, {HOSTILE} {HOSTILE}: update × 0.0012 14.2" in text
     assert f"Not evaluated after round 2: {HOSTILE} (evaluation = false)" in text
-    assert "continual.lambda0.125" in text.replace(" 0.125", "0.125")
-    for heading in ("Held-out loss", "Held-out ROUGE-L", "Training loss", "s = Σ J", "Penalty's"):
+    changed, _, unchanged = text.partition("settings have their defaults")
+    assert "continual.lambda0.125" in changed and "rounds3" in changed
+    assert "strategyfedjudge-cl" in unchanged
+    for heading in ("Held-out loss", "ROUGE-L", "Training loss", "s = Σ J", "Penalty's"):
         assert heading in text
 
 
@@ -160,6 +166,7 @@ def test_answers_stand_side_by_side_in_page_and_terminal(run):
     page = "".join(check(write_report(directory)).text.split())
     expected = f"court: Is it void? reference It is [bold]not[/bold]. base {HOSTILE} global"
     assert "".join(expected.split()) in page and "older" not in page
+    assert "basemodel0of1,trainedtogether(global)0of1,personalised0of1." in page
     shown = summary(directory)
     assert shown.index("Held-out questions") < shown.index("Held-out loss")
     assert "\x1b" not in shown and "older" not in shown
@@ -200,12 +207,11 @@ def test_plots_are_well_formed_and_described(run):
         ElementTree.fromstring(svg) for svg in re.findall(r"<svg .*?</svg>", source, re.DOTALL)
     ]
     labels = [plot.attrib["aria-label"] for plot in plots]
-    assert len(plots) == 2 + 1 + 3  # losses, one client's scores, local training
-    assert labels[0] == f"Held-out loss of {HOSTILE}: base from 3.22 to 3.22"
-    assert labels[1] == (
+    assert labels == [  # a single value isn't plotted
         "Held-out loss of court: base from 3.11 to 3.11, global from 2.74 to 2.57, "
-        "personalised from 2.73 to 2.65"
-    )
+        "personalised from 2.73 to 2.65",
+        f"Training loss: {HOSTILE} from 2.8 to 2.8, court from 2.9 to 2.6",
+    ]
     assert all(plot.attrib["role"] == "img" for plot in plots)
     assert "#010203" not in source
 
@@ -242,7 +248,7 @@ def test_values_that_are_no_numbers_do_no_harm(run):
         evaluate(3, "court", "global", float("nan"), rougeL=None),
         train(3, "court", float("inf")),
     ]
-    assert "court 3.111 nan ★ 2.655" in " ".join(check(write_report(run(events))).text.split())
+    assert "held-out rows 3.111 nan ★ 2.655" in " ".join(check(write_report(run(events))).text.split())
 
 
 def test_more_clients_than_colours(run):
