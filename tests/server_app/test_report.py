@@ -248,7 +248,8 @@ def test_values_that_are_no_numbers_do_no_harm(run):
         evaluate(3, "court", "global", float("nan"), rougeL=None),
         train(3, "court", float("inf")),
     ]
-    assert "held-out rows 3.111 nan ★ 2.655" in " ".join(check(write_report(run(events))).text.split())
+    text = check(write_report(run(events))).text
+    assert "held-out rows 3.111 nan ★ 2.655" in " ".join(text.split())
 
 
 def test_more_clients_than_colours(run):
