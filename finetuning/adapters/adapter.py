@@ -12,9 +12,10 @@ from finetuning.devices import is_mixed_precision
 from finetuning.files import replacing
 from finetuning.model.base_model import (
     BaseModelError,
+    load_checkpoint,
     load_tokenizer,
     locate,
-    refuse_unless_text,
+    outline,
 )
 from finetuning.model.names import public_name
 from finetuning.model.one_at_a_time import one_at_a_time
@@ -104,16 +105,13 @@ def initial_adapter(
     BaseModelError if the model does not exist, or does not support the targets or prefixes.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     prefix = settings.kind == "prefix"
     # In a split model, a party's directory may contain only the files of its blocks.
     if directory is None or (prefix and settings.initial_text):
         directory = locate(name)
+    model = outline(directory).to(torch.bfloat16)
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        refuse_unless_text(model.config, directory)
         if prefix:
             refuse_without_prefix(model, settings.prefix_length)
         peft_model = attach_adapter(model, settings, public_name(name))
@@ -152,16 +150,12 @@ def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
 
     With this prefix, the model computes as if the text, cut or repeated, preceded its input.
     """
-    from transformers import AutoModelForCausalLM
-
     length = settings.prefix_length
     tokens = load_tokenizer(directory)(settings.initial_text)["input_ids"]
     if not tokens:
         raise BaseModelError("adapter.initial-text has no tokens; use a longer text")
     repeated = torch.tensor([(tokens * length)[:length]])
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, trust_remote_code=False
-    )
+    model = load_checkpoint(directory, dtype=torch.float32)
     layers = model.eval()(repeated, use_cache=True).past_key_values.layers
     parts = [part for layer in layers for part in (layer.keys, layer.values)]
     if any(part.shape[2] != length for part in parts):

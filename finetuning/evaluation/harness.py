@@ -22,6 +22,7 @@ from finetuning.data.candidates import Continuation
 from finetuning.data.formats import DataError
 from finetuning.evaluation.generation import GREEDY, generate_texts
 from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.model.base_model import text_config
 from finetuning.model.whole_model import WholeModel
 from finetuning.progress import progress_bar
 from finetuning.tasks.scoring import Model
@@ -197,10 +198,7 @@ def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
 
 def max_positions(directory: Path, tokenizer: Any) -> int:
     """Return the maximum length in tokens that the harness assumes for a model."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return int(resolve_max_length(config, tokenizer, default=_LENGTH))
+    return int(resolve_max_length(text_config(directory), tokenizer, default=_LENGTH))
 
 
 def harness_scores(

@@ -22,6 +22,20 @@ from finetuning.settings import ModelSettings
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 FILES = (WEIGHTS, *DESCRIPTIONS)
+# Names of a text model's tensors in checkpoints of models that also accept images or sound.
+# ``transformers`` reverses these patterns, so they must not contain groups.
+TEXT_TENSORS = {
+    r"^language_model\.lm_head": "lm_head",
+    r"^language_model\.model": "model",
+    r"^model\.language_model": "model",
+}
+# Text models without a class of their own, and the types whose blocks are the same.
+_SAME_BLOCKS = {
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+}
 # Maximum of (change in earlier logits ÷ change in last logits) when the last token is changed.
 _CAUSAL_CHANGE = 0.2
 
@@ -131,18 +145,56 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
     return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
 
 
+def text_config(directory: Path) -> Any:
+    """Read the configuration of a checkpoint's model, or of its part that accepts only text.
+
+    Raise a BaseModelError if the architecture is unknown, or has no causal language model.
+    """
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        PretrainedConfig,
+        __version__,
+    )
+
+    whole = text = None
+    try:
+        kind = PretrainedConfig.get_config_dict(directory)[0].get("model_type")
+        if kind in CONFIG_MAPPING:
+            whole = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            text = whole.get_text_config()
+            if same := _SAME_BLOCKS.get(text.model_type):
+                text = CONFIG_MAPPING[same].from_dict(text.to_dict() | {"model_type": same})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise BaseModelError(f"{directory / 'config.json'} can't be used: {reason}") from error
+    if text is None or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BaseModelError(
+            f"the model in {directory} has no class for causal language models in transformers "
+            f'{__version__} (model_type "{kind}"); use a different base model, or convert this one '
+            "(docs/models.md)"
+        )
+    if text is not whole:
+        for name in ("quantization_config", "eos_token_id", "_name_or_path"):
+            if not getattr(text, name, None) and hasattr(whole, name):
+                setattr(text, name, getattr(whole, name))
+        text.tie_word_embeddings = text.tie_word_embeddings or whole.tie_word_embeddings
+    return text
+
+
 @one_at_a_time()
 def outline(directory: Path) -> Any:
     """Build a checkpoint's causal language model without memory for its weights.
 
     Raise a BaseModelError if the architecture is unknown, or is not a causal language model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    config = text_config(directory)
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return _with_backbone(AutoModelForCausalLM.from_config(config))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
 
@@ -152,13 +204,15 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
 
     Raise a BaseModelError if it can't be loaded, lacks tensors, or was saved quantised.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    config = text_config(directory)
+    refuse_quantized(config, directory)
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        refuse_quantized(config, directory)
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
+            config=config,
+            key_mapping=TEXT_TENSORS,
             trust_remote_code=False,
             output_loading_info=True,
             generation_config=generation_settings(directory, config),
@@ -174,6 +228,13 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
             f"the checkpoint in {directory} lacks {len(missing)} of the tensors of a "
             f"{type(model).__name__}, including {', '.join(missing[:3])}"
         )
+    return _with_backbone(model)
+
+
+def _with_backbone(model: Any) -> Any:
+    """Correct the name by which ``base_model`` finds the blocks, which is wrong for Llama 4."""
+    if not hasattr(model, model.base_model_prefix):
+        model.base_model_prefix = "model"
     return model
 
 
@@ -269,22 +330,12 @@ def refuse_quantized(config: Any, directory: Path) -> None:
         )
 
 
-def refuse_unless_text(config: Any, directory: Path) -> None:
-    """Raise a BaseModelError if a configuration's model also accepts images or sound."""
-    if config.get_text_config() is not config:
-        raise BaseModelError(
-            f"{directory} does not contain a text-only model ({config.model_type}); save its "
-            "language model as a separate checkpoint, and use that checkpoint"
-        )
-
-
 @torch.no_grad()
 def refuse_unless_causal(model: Any, directory: Path) -> None:
-    """Raise a BaseModelError if tokens attend to later tokens, or the model is not text-only.
+    """Raise a BaseModelError if tokens attend to later tokens.
 
     Training pads rows without an attention mask, which is correct only if attention is causal.
     """
-    refuse_unless_text(model.config, directory)
     tokens = torch.tensor([[3, 5, 7, 9]], device=model.device)
     other = tokens.clone()
     other[0, -1] = 11

@@ -81,7 +81,12 @@ def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
     The checkpoint is a directory or a GGUF file; only the headers of its files are read.
     """
     counts: Counter[int | None] = Counter()
-    for tensor, count in _tensors(checkpoint):
+    tensors = dict(_tensors(checkpoint))
+    # If the model also accepts images or sound, clients have only its text model.
+    has_other = any("language_model" in tensor for tensor in tensors)
+    for tensor, count in tensors.items():
+        if has_other and not re.search("language_model|^lm_head", tensor):
+            continue
         number = re.search(r"\.(\d+)\.", tensor)
         counts[int(number[1]) if number else None] += count
     ends = counts.pop(None, 0)
@@ -91,12 +96,18 @@ def client_parameters(checkpoint: Path, blocks: int | None = None) -> int:
 
 
 def _config(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the content of config.json, or None if it is missing or not a JSON object."""
+    """Return the content of config.json, or None if it is missing or not a JSON object.
+
+    If the model also accepts images or sound, the values of its text model take precedence.
+    """
     try:
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return config if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, int]]:

@@ -50,7 +50,7 @@ class _Backbone(torch.nn.Module):
 
         hidden, cache = self._compute(input_ids, inputs_embeds, past_key_values)
         output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
-        output.cross_attentions = None  # GPT-2 reads this attribute.
+        output.cross_attentions = output.shared_kv_states = None  # GPT-2 and Gemma 4 read these.
         return output
 
     @property

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from finetuning.model.base_model import BaseModelError
+from finetuning.model.base_model import BaseModelError, outline, text_config
 from finetuning.model.one_at_a_time import one_at_a_time
 
 _log = logging.getLogger(__name__)
@@ -21,9 +19,7 @@ _MAX_EXTRA = 2
 
 def trained_positions(directory: Path) -> float:
     """Return the maximum row length without loss of quality, in positions; inf if unlimited."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
+    config = text_config(directory)
     most = getattr(config, "max_position_embeddings", None)
     return min(most if isinstance(most, int) else math.inf, _fixed_up_to(config))
 
@@ -38,18 +34,12 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     prefix takes the first positions (FL-GLM section 3.1, as in PEFT). ``row`` maps a setting's
     key, for messages, to the maximum number of positions that the setting adds to a row.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
-        most = getattr(config, "max_position_embeddings", None)
-        fixed = _fixed_up_to(config)
-        if not isinstance(most, int) or sum(row.values()) <= min(most, fixed):
-            return
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
+    config = text_config(directory)
+    most = getattr(config, "max_position_embeddings", None)
+    fixed = _fixed_up_to(config)
+    if not isinstance(most, int) or sum(row.values()) <= min(most, fixed):
+        return
+    model = outline(directory)
     numbers = " + ".join(str(number) for number in row.values())
     total = f" = {sum(row.values())}" if len(row) > 1 else ""
     needed = f"a row can take {' + '.join(row)} = {numbers}{total} positions"

@@ -14,7 +14,13 @@ from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.files import cache_directory, write_file
 from finetuning.model.backbone_inputs import left_padding
-from finetuning.model.base_model import BaseModelError, outline, refuse_unless_causal
+from finetuning.model.base_model import (
+    BaseModelError,
+    load_checkpoint,
+    outline,
+    refuse_unless_causal,
+    text_config,
+)
 from finetuning.model.fingerprint import config_digest
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -82,12 +88,9 @@ class _TestModels:
     """A small model as a whole and in parts, and texts of different lengths to compare them on."""
 
     def __init__(self, directory: Path, settings: ModelSettings, partition: Partition) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with TemporaryDirectory() as folder:
-            miniature(config).save_pretrained(folder)
-            self._whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            miniature(text_config(directory)).save_pretrained(folder)
+            self._whole = load_checkpoint(Path(folder), dtype=torch.float32)
             self._parts = load_parts(
                 settings=settings.model_copy(update={"dtype": "float32", "quantization": "none"}),
                 directory=Path(folder),

@@ -11,6 +11,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from finetuning.model.base_model import (
     DESCRIPTIONS,
+    TEXT_TENSORS,
     BaseModelError,
     fetch,
     generation_settings,
@@ -148,7 +149,12 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
     """Load a part with ``transformers`` from tensors that are read on demand."""
     try:
         model, report = kind.from_pretrained(
-            None, config=config, state_dict=state, output_loading_info=True, **arguments
+            None,
+            config=config,
+            state_dict=state,
+            key_mapping=TEXT_TENSORS,
+            output_loading_info=True,
+            **arguments,
         )
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the checkpoint is not the problem

@@ -53,7 +53,7 @@ def miniature(config: Any) -> Any:
 def _narrow(config: Any) -> None:
     """Set small widths in a configuration, in proportions that keep it valid."""
     heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    groups = vars(config).get("num_key_value_heads") or heads
     few_heads = min(heads, 4)
     few_groups = few_heads if groups == heads else min(groups, 2)
     same = getattr(config, "word_embed_proj_dim", None) == config.hidden_size
@@ -78,6 +78,12 @@ def _narrow(config: Any) -> None:
         config.mamba_d_head = inner // config.mamba_n_heads
         if getattr(config, "mamba_d_ssm", None):  # Falcon-H1
             config.mamba_d_ssm = inner
+    if config.is_heterogeneous:  # Gemma 4 has other heads in blocks with full attention
+        sizes = {"head_dim": 2 * _HEAD, "num_key_value_heads": 1}
+        config.per_layer_config = {
+            block: {name: sizes.get(name, value) for name, value in given.items()}
+            for block, given in config.to_dict()["per_layer_config"].items()
+        }
     _shorten_factors(vars(config).get("rope_parameters"))
     vars(config).pop("quantization_config", None)
 

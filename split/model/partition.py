@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from finetuning.model.base_model import BaseModelError
+from finetuning.model.base_model import TEXT_TENSORS, BaseModelError, text_config
 from finetuning.model.placement import path_of_blocks
 from split.settings import SplitSettings
 
@@ -34,6 +34,9 @@ PARTIES: tuple[PartyName, ...] = ("head", "body", "tail")
 _BEFORE_BLOCKS = re.compile(r"emb(?!edding_norm)|wpe|wte|pos|drop|project_in")
 # Attributes that transform embeddings (Granite, StarCoder 2), with values that have no effect.
 _NEUTRAL = {"embedding_multiplier": 1.0, "embedding_scale": 1.0, "embedding_dropout": 0.0}
+# Settings with which blocks read what other blocks or the embedding compute (Gemma 3n, Gemma 4
+# E2B and E4B).
+_ACROSS_BLOCKS = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,17 @@ class _NoPositions(nn.Identity):
 def partition_of(directory: Path, settings: SplitSettings) -> Partition:
     """Divide a checkpoint's blocks among the parties as the settings specify.
 
-    Raise a BaseModelError if no block is left for the body, or the configuration cannot be read.
+    Raise a BaseModelError if no block is left for the body, blocks need what another party has, or
+    the configuration cannot be read.
     """
-    from transformers import AutoConfig
-
-    try:
-        blocks = int(
-            AutoConfig.from_pretrained(directory, trust_remote_code=False).num_hidden_layers
-        )
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    config = text_config(directory)
+    if any(getattr(config, name, 0) for name in _ACROSS_BLOCKS):
         raise BaseModelError(
-            f"the number of blocks can't be read from {directory / 'config.json'}: {error}"
-        ) from error
+            f"split learning can't divide the model in {directory} ({config.model_type}): later "
+            "blocks read the keys and values of earlier ones, and all blocks read the token IDs; "
+            "use a strategy without split learning, or a different base model"
+        )
+    blocks = int(config.num_hidden_layers)
     problem = settings.problem_with(blocks, directory)
     if problem is not None:
         raise BaseModelError(problem)
@@ -93,7 +95,8 @@ def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
         kind.__init__(self, config)
         _keep(self, partition, party)
 
-    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    names = {"__module__": kind.__module__, "base_model_prefix": whole.base_model_prefix}
+    return type(kind.__name__, (kind,), {"__init__": build, **names})
 
 
 def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
@@ -102,7 +105,7 @@ def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
     Names in a checkpoint may lack the backbone's prefix, be from an older version of the library,
     or refer to matrices that are concatenated on loading. ``whole`` is the result of `outline`.
     """
-    changes = get_model_conversion_mapping(whole)
+    changes = get_model_conversion_mapping(whole, TEXT_TENSORS)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     prefix, expected = whole.base_model_prefix, whole.state_dict()
@@ -165,6 +168,9 @@ def _keep(model: Any, partition: Partition, party: PartyName) -> None:
     blocks, own = getattr(container, attribute), nn.ModuleList()
     for number in partition.range_of(party):
         own.add_module(str(number), blocks[number])
+    for name, module in container.named_children():
+        if "rot" in name and hasattr(module, "config"):  # it serves all types of blocks
+            module.config = copy.deepcopy(module.config)
     _shorten(model, partition, party)
     for name, module in list(container.named_children()):
         # All parties need rotary embeddings.
@@ -188,7 +194,8 @@ def _keep(model: Any, partition: Partition, party: PartyName) -> None:
 def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
     """Restrict a model's configurations, and their lists with one entry per block, to a party."""
     own = partition.range_of(party)
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    modules = (module for path, module in model.named_modules() if "rot" not in path)
+    found: list[Any] = [getattr(module, "config", None) for module in modules]
     for config in {id(config): config for config in found}.values():
         if getattr(config, "num_hidden_layers", None) != partition.blocks:
             continue
@@ -197,4 +204,9 @@ def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
             if per_block and not name.endswith("_id") and name != "architectures":
                 setattr(config, name, value[own.start : own.stop])
         config.num_hidden_layers = len(own)
+        if config.is_heterogeneous:  # Gemma 4
+            given = config.to_dict()["per_layer_config"]
+            config.per_layer_config = {
+                int(block) - own.start: given[block] for block in given if int(block) in own
+            }
         config.tie_word_embeddings = False

@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.model.backbone_inputs import left_padding
+from finetuning.model.base_model import load_checkpoint, text_config
 from finetuning.settings import ModelSettings
 from split.model.loading import load_parts
 from split.model.part import Part
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
-from tests.finetuning.conftest import EXPERTS, HYBRIDS
+from tests.finetuning.conftest import EXPERTS, HYBRIDS, ROUTED
 from tests.split.clients import ADAPTER
 from tests.split.lanes import Server
 
@@ -60,6 +61,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Bloom": {},
     "Olmo": {},
     "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
+    "Apertus": {},
+    "Olmo3": {"sliding_window": 4},
+    "Glm4Moe": ROUTED | {"head_dim": 8, "use_qk_norm": True},
+    "DeepseekV3": ROUTED
+    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    | {"v_head_dim": 8, "num_key_value_heads": 4},
     # In four blocks, only the third has attention.
     **{
         name: given | {k: [v[0], *v, v[0]] for k, v in given.items() if k == "layer_types"}
@@ -99,7 +106,7 @@ def whole_model(directory: Path) -> Any:
 
     Rounding in matrix products depends on memory alignment, which is arbitrary in a mapped file.
     """
-    model = AutoModelForCausalLM.from_pretrained(directory).requires_grad_(False)
+    model = load_checkpoint(directory, dtype="auto").requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
@@ -107,7 +114,7 @@ def whole_model(directory: Path) -> Any:
 
 def load_all(directory: Path, head: int, tail: int, **settings: Any) -> dict[str, Part]:
     """Load the three parts of a checkpoint."""
-    blocks = transformers.AutoConfig.from_pretrained(directory).num_hidden_layers
+    blocks = text_config(directory).num_hidden_layers
     settings = ModelSettings(name=str(directory), **settings)
     return load_parts(settings, directory, Partition(blocks, head, tail), PARTIES, ["cpu"])
 

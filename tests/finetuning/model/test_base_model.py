@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma3Config,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
-from finetuning.adapters.adapter import attach_adapter, initial_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.model.base_model import BaseModelError, load_base_model, load_tokenizer, locate
 from finetuning.model.fingerprint import differences, digest, fingerprint
 from finetuning.model.tiny import TinyRecipe, build_tiny
@@ -78,7 +77,7 @@ def test_refusals_name_the_setting_and_what_to_do(copied, tmp_path):
 
 def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied):
     (copied / "config.json").write_text(json.dumps({"model_type": "no such architecture"}))
-    with pytest.raises(BaseModelError, match="can't be loaded"):
+    with pytest.raises(BaseModelError, match=r'no class .* \(model_type "no such architecture"\)'):
         load_base_model(ModelSettings(name=str(copied)))
 
 
@@ -90,12 +89,6 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(copied):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(BaseModelError, match=r"lacks 1 of the tensors .*1\.mlp\.up_proj"):
         load_base_model(ModelSettings(name=str(copied)))
-
-
-def test_a_model_that_also_reads_images_is_refused(copied):
-    Gemma3Config().save_pretrained(copied)
-    with pytest.raises(BaseModelError, match=r"not contain a text-only model \(gemma3\)"):
-        initial_adapter(str(copied), AdapterSettings(), 0)
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(copied):

@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from finetuning.training.private_gradients import (
     clipped_sums,
     poisson_steps,
 )
+from tests.finetuning.conftest import HYBRIDS, INPUTS
 
 Gradients = dict[str, torch.Tensor]
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
@@ -58,8 +60,13 @@ def assert_equal_rows(found: Gradients, rows: list[Gradients]) -> None:
         assert (gradients - expected).abs().max() <= 1e-6 * max(1, expected.abs().max())
 
 
-@pytest.mark.parametrize("settings", [LORA, PREFIX], ids=["lora", "prefix"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        *product(["llama", "gemma2", "opt"], [LORA, PREFIX]),
+        *((name, LORA.model_copy(update={"targets": INPUTS})) for name in HYBRIDS),
+    ],
+)
 def test_rows_gradients_equal_those_of_each_row_alone(
     random_model, draw_examples, reference_loss, architecture, settings
 ):

@@ -45,6 +45,7 @@ TARGETS = {
     "GPTNeoX": "query_key_value",
     "Bloom": "query_key_value",
     "GPT2": "c_attn",
+    "DeepseekV3": "q_a_proj",
     **dict.fromkeys(HYBRIDS, INPUTS),
 }
 # Each has what the others lack: windows, experts, sinks, positions that are learned or biases, ...

@@ -1,0 +1,92 @@
+"""The text part of models that also accept images or sound, from their published layouts."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.data.batching import collate
+from finetuning.data.tokenization import Example
+from finetuning.model.base_model import BaseModelError, refuse_unless_causal
+from finetuning.model.checkpoint import client_parameters, count_blocks, hidden_size
+from finetuning.model.whole_model import WholeModel
+from finetuning.settings import AdapterSettings, ModelSettings
+from split.model.exactness import check_exactness
+from split.model.partition import partition_of
+from split.settings import SplitSettings
+from tests.setting_tables import DOCS, families_table
+from tests.split.conftest import (
+    LENGTHS,
+    draw_tokens,
+    load_all,
+    split_logits,
+    whole_logits,
+    whole_model,
+)
+from tests.wrappers import WRAPPERS, write_wrapper
+
+# Names, blocks and reasons differ among these.
+BY_DAY = {"Qwen3.5", "Gemma 3", "Gemma 4 (31B)", "Gemma 3n", "Llama 4"}
+SETTINGS = SplitSettings(head_blocks=1, tail_blocks=1)
+
+
+@pytest.fixture(scope="module", params=WRAPPERS)
+def wrapper(request, tmp_path_factory):
+    """Return a checkpoint's directory and the published model."""
+    directory = tmp_path_factory.mktemp("wrapper")
+    return directory, write_wrapper(request.param, directory)
+
+
+def batch_of(rows):
+    tokens = [draw_tokens()[row, : LENGTHS[row]] for row in rows]
+    return collate([Example(t, torch.arange(len(t)) >= 2, 2, "", 0) for t in tokens], 0)
+
+
+def test_the_whole_text_part_is_the_published_model_s(wrapper):
+    directory, published = wrapper
+    base, tokens = whole_model(directory), draw_tokens()
+    refuse_unless_causal(base, directory)
+    with torch.no_grad():
+        expected = published(input_ids=tokens).logits
+        assert torch.equal(base(input_ids=tokens).logits, expected)
+    assert (count_blocks(directory), hidden_size(directory)) == (len(base.base_model.layers), 32)
+    assert client_parameters(directory) <= sum(v.numel() for v in base.state_dict().values())
+    model = attach_adapter(base, AdapterSettings(rank=2, dropout=0.0, targets="q_proj"), None)
+    whole = WholeModel(model)
+    loss = cross_entropy(expected[0, 1:-1], tokens[0, 2:], reduction="sum")
+    assert whole.accumulate([batch_of([0])], 0) == [pytest.approx(loss.item(), rel=1e-4)]
+    torch.manual_seed(1)
+    for parameter in trainable_parameters(model).values():
+        parameter.data = 0.2 * torch.randn_like(parameter)
+    together, _ = whole.row_gradients(batch_of([0, 1, 2]))
+    for row in range(3):
+        alone, _ = whole.row_gradients(batch_of([row]))
+        for name, gradient in alone.items():
+            assert gradient.any()
+            torch.testing.assert_close(together[name][row], gradient[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [n if n in BY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in WRAPPERS],
+    indirect=True,
+)
+def test_the_parts_of_the_text_part_compute_the_same(wrapper):
+    directory, published = wrapper
+    if getattr(published.config.get_text_config(), "num_kv_shared_layers", 0):
+        with pytest.raises(BaseModelError, match="later blocks read the keys and values of earlie"):
+            partition_of(directory, SETTINGS)
+        return
+    whole, tokens = whole_model(directory), draw_tokens()
+    for cut in ((0, 0), (1, 1), (2, 1)):
+        parts = load_all(directory, *cut)
+        for side in ("right", "left"):
+            with torch.no_grad():
+                expected = whole_logits(whole, tokens, side)
+                assert torch.equal(split_logits(parts, tokens, side), expected), (cut, side)
+    model = ModelSettings(name=str(directory))
+    check_exactness(directory, model, partition_of(directory, SETTINGS), generation=True)
+
+
+def test_the_documentation_lists_the_families_that_are_tested():
+    assert families_table() in (DOCS / "models.md").read_text(encoding="utf-8")
