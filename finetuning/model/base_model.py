@@ -158,7 +158,8 @@ def text_config(directory: Path) -> Any:
         __version__,
     )
 
-    whole = text = None
+    whole: Any = None
+    text: Any = None
     try:
         kind = PretrainedConfig.get_config_dict(directory)[0].get("model_type")
         if kind in CONFIG_MAPPING:
