@@ -114,7 +114,7 @@ def query(message: Message, context: Context, site: Site) -> Message:
         config = parse_run_config(context.run_config)
         _, digests = base_model_of(config)
         return answer(message, _about(client_name(config.data, site.node), digests))
-    config, institution = _open(context, site)
+    config, institution = _open(context, site, instruction)
     site.check_budget(config, institution, instruction.round)
     about = _about(institution.name, institution.fingerprint)
     if site.privacy:
@@ -150,8 +150,10 @@ def _about(name: str, fingerprint: Mapping[str, str]) -> dict[str, Any]:
     return {"name": name, "tensors": list(fingerprint), "digests": list(fingerprint.values())}
 
 
-def _open(context: Context, site: Site) -> tuple[RunConfig, Institution]:
+def _open(context: Context, site: Site, instruction: Instruction) -> tuple[RunConfig, Institution]:
     config = parse_run_config(context.run_config)
+    if instruction.targets:
+        config = config.with_targets(instruction.targets)
     site.check_run(config)
     institution = open_institution(config, site.node)
     if site.policy:
@@ -163,7 +165,7 @@ def _task(message: Message, context: Context, site: Site) -> Task:
     """Prepare the task of a train or evaluate message, and check that it is permitted."""
     started = time.monotonic()
     instruction = Instruction.of(message)
-    config, institution = _open(context, site)
+    config, institution = _open(context, site, instruction)
     if digest(institution.fingerprint) != instruction.base:
         raise BaseModelError(
             f"the base model in {institution.directory} is not the run's: it was changed or "

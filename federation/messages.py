@@ -59,6 +59,8 @@ class Instruction:
     base: StrictStr  # digest of the base model's fingerprint
     # Seconds within which the client must carry out the request.
     time_limit: Annotated[FiniteFloat, Field(gt=0)]
+    # Names of the modules that LoRA adapts, which the coordinator found from ``adapter.targets``.
+    targets: StrictStr = ""
     # In query messages: a simulated client need not prepare its rows and report their number.
     name_only: StrictBool = False
     # In evaluate messages: measure losses (and generate answers if the run config requests them).

@@ -269,6 +269,11 @@ class RunConfig(Section):
         """Seconds that the server waits for a reply: the time limit plus ``_GRACE_SECONDS``."""
         return self.round_timeout + _GRACE_SECONDS
 
+    def with_targets(self, targets: str) -> "RunConfig":
+        """Return the configuration with the names that were found from ``adapter.targets``."""
+        adapter = self.adapter.model_copy(update={"targets": targets})
+        return self.model_copy(update={"adapter": adapter})
+
     def flat(self) -> dict[str, Scalar]:
         """Return the configuration in Flower's flat form: scalars keyed by ``section.name``."""
         return {key: value for key, _, value in leaves(self)}

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from federation.run_config import ConfigError, RunConfig
 from finetuning.files import write_file
+from finetuning.settings import names_modules
 from split.protocol.errors import printable
 
 METRICS = "metrics.jsonl"
@@ -222,6 +223,8 @@ def check_resumable(directory: Path, config: RunConfig) -> None:
         # With ``client-batch``, the budget splits the clients' stacked batches into passes with
         # separate dropout masks, and the share cap scales gradients.
         may_change |= {"split.activation-budget", "split.share-cap"}
+    if not all(map(names_modules, (config.adapter.targets, before["adapter.targets"]))):
+        may_change.add("adapter.targets")  # compared after the names have been found
     changed = [
         f"{key} was {before[key]!r} and is {value!r}"
         for key, value in config.flat().items()

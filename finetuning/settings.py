@@ -4,6 +4,7 @@ The run configuration, its error messages and the table in ``docs/configuration.
 from these models and those in ``split/settings.py``.
 """
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -12,6 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 def kebab_case(name: str) -> str:
     """Return the run-config spelling of a field name: ``batch_size`` becomes ``batch-size``."""
     return name.replace("_", "-")
+
+
+def names_modules(targets: str) -> bool:
+    """Return whether ``adapter.targets`` is a list of names, not a rule by which to find them."""
+    return bool(re.fullmatch(r"[\w.,\s]*\w[\w.,\s]*", targets))
 
 
 class Section(BaseModel):
@@ -77,12 +83,17 @@ class AdapterSettings(Section):
         "this text. The server must be able to load the whole model. Empty: random numbers.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
-    alpha: PositiveInt = Field(16, description="LoRA scale: updates are multiplied by alpha / r.")
+    alpha: PositiveFloat = Field(
+        16.0, description="LoRA scale: updates are multiplied by alpha / r."
+    )
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout before the LoRA matrices.")
     targets: str = Field(
         "",
-        description="Names of the adapted modules, separated by commas. Empty: PEFT's default for "
-        "the architecture. The FedJudge paper adapts query, key and value.",
+        description="Names of the adapted modules, separated by commas; `all-linear`: the blocks' "
+        "linear layers, except experts, routers and gates; or a regular expression for paths of "
+        "modules, such as `.*\\.[0-7]\\..*\\.[qv]_proj` for eight blocks. The coordinator finds "
+        "the names, which the run's folder lists. Empty: PEFT's default for the architecture, else "
+        "`all-linear`. The FedJudge paper adapts query, key and value.",
     )
 
     @property

@@ -24,6 +24,7 @@ from federation.run_folder import (
     read_status,
     running,
 )
+from finetuning.adapters.adapted_modules import with_names
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.adapters.saved import read_fitting
 from finetuning.files import write_file
@@ -77,6 +78,11 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
     signer, agreed = signer_of(config, grid), agreed_rows_of(grid)
     base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
+    if (found := with_names(base, config.adapter)) != config.adapter:
+        log(INFO, "adapter.targets: %s", found.targets)
+        config = config.with_targets(found.targets)
+    if checkpoint is not None:
+        check_resumable(directory, config)
     digests = fingerprint(base)
     state, peft_config = first_adapter(config, base, with_initial=checkpoint is None)
     if checkpoint is not None:

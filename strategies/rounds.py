@@ -58,7 +58,11 @@ class Rounds(Strategy):
         self._journal = journal
         self._signer = signer
         self._instruction = Instruction(
-            round=0, lineage=progress.lineage, base="", time_limit=config.round_timeout
+            round=0,
+            lineage=progress.lineage,
+            base="",
+            time_limit=config.round_timeout,
+            targets=config.adapter.targets,
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
         self._participants = Participants(config, queried, fingerprint, signer, agreed)

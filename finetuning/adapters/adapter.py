@@ -78,7 +78,7 @@ def as_peft_config(settings: AdapterSettings, excluded: Sequence[str] = ()) -> A
         )
     return LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=target_names(settings) or None,
         exclude_modules=list(excluded) or None,

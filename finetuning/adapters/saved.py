@@ -1,9 +1,11 @@
 """Read adapters exported by earlier runs, strictly in PEFT's format."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from finetuning.errors import UserError
@@ -31,9 +33,34 @@ _INCIDENTAL = {
     "task_type",
     "token_dim",
 }
-# Accepted LoRA initialisations. With a different initialisation (PiSSA, OLoRA, …), PEFT changes the
-# base model's weights whenever PEFT loads the adapter.
-_PLAIN_INITIALISATIONS = (True, False, "gaussian")
+# Keys that select modules, whose names are then read from the adapter's tensors.
+_SELECTING = {"layers_to_transform", "layers_pattern", "exclude_modules"}
+_INCIDENTAL |= {*_SELECTING, "target_modules", "lora_alpha", "use_rslora"}
+# Accepted LoRA initialisations.
+_PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
+# Why some features of PEFT aren't supported, by key, or by kind of initialisation.
+_CHANGES_BASE = "it changes the base model's weights, so losses and digests would be wrong"
+_PRIVATE = "its first factors are computed from private text"
+_PATTERN = "programs that serve adapters ignore patterns, and so use a wrong scale"
+_WHOLE = "whole matrices are large, and differ from those that they are tied to"
+_BIAS = "the base model's biases stay changed without the adapter"
+_REASONS = {
+    "alpha_pattern": _PATTERN,
+    "bias": _BIAS,
+    "corda": _PRIVATE,
+    "eva": _PRIVATE,
+    "layer_replication": "it changes the number of blocks",
+    "loftq": _CHANGES_BASE,
+    "lora_bias": _BIAS,
+    "lora_ga": _PRIVATE,
+    "modules_to_save": _WHOLE,
+    "olora": _CHANGES_BASE,
+    "pissa": _CHANGES_BASE,
+    "rank_pattern": _PATTERN,
+    "target_parameters": "experts have no gradients for each row",
+    "trainable_token_indices": _WHOLE,
+    "use_dora": "the mean of DoRA's factors is not the mean of the models",
+}
 _SHOWN = 4
 
 
@@ -57,8 +84,8 @@ class SavedAdapter:
 def read_adapter(directory: Path) -> SavedAdapter:
     """Read an exported adapter: LoRA or a prefix, in PEFT's format.
 
-    Raise an AdapterError if the folder contains no such adapter, or the adapter uses PEFT features
-    that exported adapters do not have.
+    Raise an AdapterError if the folder contains no such adapter, or the adapter uses features of
+    PEFT that aren't supported.
     """
     check_folder(directory)
     from peft import PeftConfig
@@ -70,26 +97,31 @@ def read_adapter(directory: Path) -> SavedAdapter:
         found: Any = PeftConfig.from_pretrained(str(directory))
         settings = _settings_of(found)
         expected = as_peft_config(settings).to_dict()
-        values = found.to_dict()
-        if values.get("init_lora_weights") in _PLAIN_INITIALISATIONS:
-            expected["init_lora_weights"] = values["init_lora_weights"]
-        different = {
-            name: value
-            for name, value in values.items()
-            if name not in _INCIDENTAL and _plain(value) != _plain(expected.get(name))
-        }
+        # PEFT drops the keys that it doesn't know.
+        values = json.loads((directory / _CONFIG).read_text(encoding="utf-8")) | found.to_dict()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise AdapterError(f"{directory / _CONFIG} can't be read: {error}") from error
+    if values.get("init_lora_weights") in _PLAIN_INITIALISATIONS:
+        expected["init_lora_weights"] = values["init_lora_weights"]
+    different = [
+        (name, value, _REASONS.get(name) or _REASONS.get(str(value).partition("_niter")[0], ""))
+        for name, value in values.items()
+        if name not in _INCIDENTAL and _plain(value) != _plain(expected.get(name))
+    ]
     if different:
-        name, value = next(iter(sorted(different.items())))
+        name, value, reason = max(different, key=lambda each: bool(each[2]))
         raise AdapterError(
-            f"the adapter in {directory} has {name} = {value!r}; only plain LoRA and prefixes, as "
-            "exported by runs, are supported; load other adapters with PEFT"
+            f"the adapter in {directory} has {name} = {value!r}, which is not supported"
+            f"{f': {reason}' * bool(reason)}; only plain LoRA and prefixes are, so use PEFT itself"
         )
     try:
         state = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{directory / _WEIGHTS} can't be read: {error}") from error
+    selecting = [values.get(key) for key in _SELECTING]
+    if isinstance(values.get("target_modules"), str) or any(v not in (None, []) for v in selecting):
+        paths = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in state}
+        settings = settings.model_copy(update={"targets": ",".join(sorted(paths))})
     base = str(found.base_model_name_or_path or "")
     return SavedAdapter(directory=directory, settings=settings, state=state, base=base)
 
@@ -141,13 +173,24 @@ def check_folder(directory: Path) -> None:
 
 
 def _settings_of(config: Any) -> AdapterSettings:
-    if config.peft_type == "PREFIX_TUNING":
-        return AdapterSettings(kind="prefix", prefix_length=config.num_virtual_tokens)
-    if config.peft_type != "LORA":
+    if config.peft_type not in {"PREFIX_TUNING", "LORA"}:
         raise ValueError(f"{config.peft_type} is neither LORA nor PREFIX_TUNING")
-    targets = config.target_modules
-    names = targets if isinstance(targets, str) else ",".join(sorted(targets))
-    return AdapterSettings(rank=config.r, alpha=config.lora_alpha, dropout=0.0, targets=names)
+    try:
+        if config.peft_type == "PREFIX_TUNING":
+            return AdapterSettings(kind="prefix", prefix_length=config.num_virtual_tokens)
+        targets = config.target_modules or []
+        return AdapterSettings(
+            rank=config.r,
+            # Rank-stabilised LoRA multiplies by alpha / √r.
+            alpha=config.lora_alpha * (config.r**0.5 if config.use_rslora else 1),
+            dropout=0.0,
+            targets="" if isinstance(targets, str) else ",".join(sorted(targets)),
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        keys = {"rank": "r", "alpha": "lora_alpha", "prefix-length": "num_virtual_tokens"}
+        key = keys[str(problem["loc"][0])]
+        raise ValueError(f"{key} = {problem['input']!r}: {problem['msg']}") from error
 
 
 def _plain(value: Any) -> Any:

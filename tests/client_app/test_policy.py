@@ -149,6 +149,14 @@ REFUSED_RUNS = [
 ]
 
 
+def test_the_names_that_the_coordinator_found_are_checked(site):
+    site.decide('adapter-targets = ["q_proj", "k_proj", "v_proj"]')
+    changed = {"adapter.targets": "all-linear"}
+    assert "problem" not in site.ask("query", changed=changed, targets="v_proj").content[CONFIG]
+    problem = site.refusal("query", changed=changed, targets="v_proj,o_proj")
+    assert "which adapts model.layers.0.self_attn.o_proj (not in its adapter-targets" in problem
+
+
 @pytest.mark.parametrize(("policy", "changed", "reason"), REFUSED_RUNS)
 def test_a_run_is_refused_before_it_trains(site, policy, changed, reason):
     site.decide(policy)

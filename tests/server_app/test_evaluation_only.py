@@ -60,7 +60,7 @@ def test_the_bare_model_is_evaluated_and_nothing_is_kept(values, tmp_path):
 def test_an_adapter_that_does_not_fit_is_refused(base, center, tmp_path):
     for changes, reason in (
         ({"adapter.rank": 8}, r"has rank 4, but adapter\.rank = 8"),
-        ({"adapter.alpha": 32}, r"has alpha 16, but adapter\.alpha = 32"),
+        ({"adapter.alpha": 32}, r"has alpha 16.0, but adapter\.alpha = 32"),
         ({"adapter.kind": "prefix"}, r"has kind lora, but adapter\.kind = prefix"),
         ({"adapter.targets": "o_proj"}, r"doesn't fit: .*o_proj"),
         ({"initial-adapter": str(tmp_path)}, "is not an adapter's folder"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 
 from chambers.in_process import InProcessGrid
 from federation.messages import to_arrays
@@ -16,6 +17,7 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import check_base_model, load_checkpoint
 from server_app.main import STRATEGIES, checkpoint_of, open_directory
+from server_app.main import main as serve_run
 from server_app.results import Results
 from strategies.journal import Progress
 from strategies.participants import TooFewClientsError
@@ -310,3 +312,27 @@ def test_two_runs_of_one_second_have_folders_of_their_own(values, tmp_path):
     values |= {"output-dir": str(tmp_path / "runs")}
     folders = {open_directory(parse_run_config(values)) for _ in range(3)}
     assert len(folders) == 3
+
+
+def test_the_coordinator_finds_the_names_of_modules_for_all(values, tmp_path):
+    """A resumed run has the same names, although its config need not list them."""
+    values |= {"strategy": "fedjudge-base", "adapter.targets": r".*\.1\..*\.[qv]_proj", "rounds": 1}
+    values |= {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path / "state")}
+
+    def serve(**changes):
+        run_config = values | changes
+        context = Context(1, 0, {}, RecordDict(), run_config)
+        serve_run(InProcessGrid(run_config, NODES), context)
+        return next((tmp_path / "runs").iterdir())
+
+    directory = serve()
+    (state,) = (tmp_path / "state").glob("*/alpha")
+    names = ["1.self_attn.q_proj", "1.self_attn.v_proj"]
+    for folder in (directory, state):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["adapter.targets"] == ",".join(names)
+        exported = json.loads((folder / "adapters/global/adapter_config.json").read_text())
+        assert sorted(exported["target_modules"]) == names
+    serve(resume=str(directory), rounds=2)
+    with pytest.raises(ConfigError, match=r"adapter\.targets was '1\.self_attn\.q_proj"):
+        serve(resume=str(directory), rounds=3, **{"adapter.targets": "all-linear"})

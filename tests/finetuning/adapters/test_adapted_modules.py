@@ -5,8 +5,9 @@ import torch
 import transformers
 from torch import nn
 
-from finetuning.adapters.adapted_modules import adapted_modules
+from finetuning.adapters.adapted_modules import adapted_modules, with_names
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings
 from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS, SIZES
 
@@ -126,3 +127,59 @@ def test_only_other_modules_have_parameters_that_some_tokens_don_t_change(
 
 def test_a_prefix_adapts_no_module(tmp_path):
     assert adapted_modules(tmp_path, AdapterSettings(kind="prefix")) == {}
+
+
+LINEAR = {
+    "falcon_h1": (
+        ("FalconH1Config", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}),
+        "down_proj,gate_proj,in_proj,k_proj,o_proj,q_proj,up_proj,v_proj",
+    ),
+    "gpt_oss": (("GptOssConfig", {"num_local_experts": 4}), "k_proj,o_proj,q_proj,v_proj"),
+    "qwen3_5_moe": (
+        ("Qwen3_5MoeTextConfig", {"num_experts": 4, "layer_types": ["full_attention"] * 2}),
+        "down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj",
+    ),
+    "glm4_moe": (("Glm4MoeConfig", {"n_routed_experts": 4}), "k_proj,o_proj,q_proj,v_proj"),
+}
+
+
+@pytest.mark.parametrize("targets", ["", "all-linear"])
+@pytest.mark.parametrize("architecture", LINEAR)
+def test_all_linear_layers_are_named_without_gates_experts_and_fused_layers(
+    tmp_path, architecture, targets
+):
+    (kind, differences), expected = LINEAR[architecture]
+    getattr(transformers, kind)(**SIZES | differences).save_pretrained(tmp_path)
+    found = with_names(tmp_path, AdapterSettings(targets=targets))
+    assert found.targets == expected
+    assert set(adapted_modules(tmp_path, found).values()) == {True}
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        ("", "q_proj,v_proj"),
+        ("v_proj, self_attn.q_proj", "v_proj,self_attn.q_proj"),
+        (r".*\.[01]\..*\.(q|k)_proj", "k_proj,q_proj"),
+        (r".*\.1\..*\.[kv]_proj|lm_head", "1.self_attn.k_proj,1.self_attn.v_proj,lm_head"),
+    ],
+)
+def test_targets_become_the_shortest_names(tmp_path, targets, names):
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    found = with_names(tmp_path, AdapterSettings(targets=targets))
+    assert found.targets == names
+    assert with_names(tmp_path, found) == found
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        ("q_proj,k_porj", "k_porj matches no module of a LlamaForCausalLM, such as model"),
+        (r".*\.7\..*", r"matches no module"),
+        ("(q_proj", "malformed: missing"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused(tmp_path, targets, reason):
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    with pytest.raises(BaseModelError, match=reason):
+        with_names(tmp_path, AdapterSettings(targets=targets))
