@@ -27,6 +27,8 @@ from federation.run_folder import (
 )
 from split.protocol.errors import printable
 
+CLIENT_COLUMNS = ("client", "rows", "tokens/s", "loss", "")
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -100,7 +102,17 @@ def _or_unknown(describe: Callable[[Path], str], path: Path) -> str:
 def render(seen: Seen) -> RenderableType:
     """Render the status as lines of text, followed by a table of the clients."""
     lines = Table.grid(padding=(0, 2))
-    for heading, text in (
+    for heading, text in facts(seen):
+        lines.add_row(heading, printable(text))
+    table = Table(*CLIENT_COLUMNS, box=None, padding=(0, 2, 0, 0))
+    for row in clients(seen):
+        table.add_row(*map(printable, row))
+    return Group(lines, "", table) if table.row_count else lines
+
+
+def facts(seen: Seen) -> list[tuple[str, str]]:
+    """Return the headings and texts of the status."""
+    return [
         ("Run", f"{seen.directory} ({seen.config['strategy']})"),
         ("State", _state(seen)),
         ("Time left", _time_left(seen)),
@@ -110,12 +122,7 @@ def render(seen: Seen) -> RenderableType:
         ("Disk", seen.space),
         *([("Log", str(seen.directory / LOG))] if (seen.directory / LOG).exists() else []),
         *([("Proxy", seen.sender)] if seen.sender else []),
-    ):
-        lines.add_row(heading, printable(text))
-    clients = Table("client", "rows", "tokens/s", "loss", "", box=None, padding=(0, 2, 0, 0))
-    for row in _clients(seen):
-        clients.add_row(*map(printable, row))
-    return Group(lines, "", clients) if clients.row_count else lines
+    ]
 
 
 def _state(seen: Seen) -> str:
@@ -186,7 +193,7 @@ def _checkpoint(seen: Seen) -> str:
     return f"after round {int(seen.checkpoint.stem.rpartition('-')[2])}, {age} ago"
 
 
-def _clients(seen: Seen) -> list[tuple[str, ...]]:
+def clients(seen: Seen) -> list[tuple[str, ...]]:
     """Return each client's name, its last training results, and its state."""
     status, doing = seen.status, dict[str, str]()
     reduced = set[str]()  # clients left out of the last round, or whose update was scaled

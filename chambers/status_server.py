@@ -1,13 +1,14 @@
 """The status of a run over HTTP: a page, and metrics for Prometheus."""
 
-import io
 import signal
 import socket
+from email.utils import formatdate
 from pathlib import Path
 
 import uvicorn
+from jinja2 import Environment
+from markupsafe import Markup
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
-from rich.console import Console
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -16,13 +17,51 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from chambers.errors import CommandError
-from chambers.run_status import Seen, look, render
+from chambers.run_status import CLIENT_COLUMNS, Seen, clients, facts, look
 
-_PAGE = """\
+_TEMPLATES = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+# The part of the page that is read again every two seconds.
+_STATUS = _TEMPLATES.from_string("""\
+<p><progress aria-label="Finished rounds" max="{{ rounds }}" value="{{ finished }}"></progress>
+{{ finished }} of {{ rounds }} rounds finished</p>
+<dl>{% for heading, text in facts %}<dt>{{ heading }}</dt><dd>{{ text }}</dd>{% endfor %}</dl>
+{% if clients %}
+<div><table><thead><tr>{% for column in columns %}
+<th scope="col">{{ column }}</th>{% endfor %}</tr></thead>
+{% for client in clients %}
+<tr><th scope="row">{{ client[0] }}</th>
+{% for text in client[1:] %}<td>{{ text }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+{% endif %}
+""")
+_PAGE = _TEMPLATES.from_string("""\
 <!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Chambers</title></head>
-<body><pre>{code}</pre></body></html>
-"""
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Chambers: {{ name }}</title>
+<style>
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
+body { max-width: 66rem; margin: 1rem auto; padding: 0 1rem } progress { width: min(20rem, 100%) }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem } dt { color: #777 }
+dd { margin: 0; overflow-wrap: anywhere } div { overflow-x: auto }
+th, td { padding: .2rem .8rem .2rem 0; text-align: left }
+iframe { width: 100%; height: 80vh; border: 0; border-top: 1px solid #8886 }
+</style>
+<main id="status" aria-live="polite">{{ status }}</main>
+<p><a href="report">Report</a> · <a href="metrics">Metrics</a></p>
+<iframe src="report" title="Report"></iframe>
+<script>
+let shown = null;
+setInterval(async () => {
+  const status = await fetch("status").catch(() => null);
+  if (!status) return;
+  document.querySelector("#status").innerHTML = await status.text();
+  const changed = status.headers.get("Last-Modified");
+  if (shown && changed !== shown) document.querySelector("iframe").src = "report";
+  shown = changed;
+}, 2000);
+</script>
+""")
 
 
 def serve_status(directory: Path, coordinator: Path | None, port: int) -> None:
@@ -48,23 +87,48 @@ def serve_status(directory: Path, coordinator: Path | None, port: int) -> None:
 
 def application(directory: Path, coordinator: Path | None) -> Starlette:
     """Return the application; it reads the run's folder for each request."""
-    refresh = {"Refresh": "2"}  # in seconds
+    report = directory / "report.html"
+
+    def rendered() -> Markup:
+        seen = look(directory, coordinator)
+        ended = [event["round"] for event in seen.events if event["event"] == "round"]
+        return Markup(
+            _STATUS.render(
+                rounds=seen.config["rounds"],
+                finished=max(ended, default=0),
+                facts=facts(seen),
+                columns=CLIENT_COLUMNS,
+                clients=clients(seen),
+            )
+        )
 
     def page(_: Request) -> Response:
-        console = Console(file=io.StringIO(), record=True, width=140, markup=False, emoji=False)
-        console.print(render(look(directory, coordinator)))
-        text = console.export_html(code_format=_PAGE, inline_styles=True)
-        return HTMLResponse(text, headers=refresh)
+        return HTMLResponse(_PAGE.render(name=directory.name, status=rendered()))
+
+    def status(_: Request) -> Response:
+        """Return the part of the page that changes, and when the report was written."""
+        written = formatdate(report.stat().st_mtime, usegmt=True) if report.exists() else ""
+        return HTMLResponse(rendered(), headers={"Last-Modified": written})
+
+    def report_page(_: Request) -> Response:
+        if not report.exists():
+            return PlainTextResponse("The report is written after the first evaluation.\n")
+        return HTMLResponse(report.read_bytes())
 
     def metrics(_: Request) -> Response:
         text = generate_latest(_metrics(look(directory)))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def unreadable(_: Request, error: Exception) -> Response:
-        return PlainTextResponse(f"{directory} can't be read: {error}\n", 503, refresh)
+        return PlainTextResponse(f"{directory} can't be read: {error}\n", 503)
 
     return Starlette(
-        routes=[Route("/", page), Route("/metrics", metrics)],
+        routes=[
+            Route("/", page),
+            Route("/status", status),
+            Route("/report", report_page),
+            Route("/metrics", metrics),
+        ],
         exception_handlers={OSError: unreadable, ValueError: unreadable},
         # Prevent DNS rebinding, with which a web page could read the status.
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],

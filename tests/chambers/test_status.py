@@ -262,7 +262,10 @@ def test_the_status_over_http(run_folder, tmp_path):
         assert {key: found[key] for key in expected} == expected
         page = client.get("/")
         assert "mean held-out loss global 2.250" in page.text
-        assert page.headers["refresh"] == "2"
+        assert "mean held-out loss global 2.250" in client.get("/status").text
+        assert client.get("/report").text == (directory / "report.html").read_text()
+        (directory / "report.html").unlink()
+        assert "written after the first evaluation" in client.get("/report").text
         assert client.get("/metrics", headers={"Host": "example.org"}).status_code == 400
         (directory / METRICS).write_text("{}\n{}\n")
         assert "line 1" in client.get("/metrics").text
