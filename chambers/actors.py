@@ -49,7 +49,7 @@ def this_machine() -> Machine:
     if gpus:
         # In another process, because the query creates a context on each GPU.
         query = f"import torch; print(*(torch.cuda.mem_get_info(i)[0] for i in range({gpus})))"
-        command = [sys.executable, "-c", query]
+        command = [sys.executable, "-P", "-c", query]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
         free = [int(size) for size in output.split()]
     count = getattr(os, "process_cpu_count", os.cpu_count)  # process_cpu_count requires Python 3.13

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import psutil
 import tomli_w
 
 from chambers.actors import resources_of
+from chambers.environment import for_children, short_path
 from chambers.errors import END_SIGNALS, CommandError
 from federation.run_config import Scalar
 from federation.run_folder import LINK
@@ -55,20 +56,11 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
     ``home``, created if missing, is FLWR_HOME. Unless ``simulated``, SuperNodes can connect. Raise
     ``CommandError``, with the end of the SuperLink's log, if the SuperLink doesn't start.
     """
-    home.mkdir(parents=True, exist_ok=True)
+    # Python imports modules from the working folder, so it must not be the user's.
+    work, temporary = home / "work", home / "tmp"
+    for folder in (work, temporary):
+        folder.mkdir(parents=True, exist_ok=True)
     port, mark = free_port(), uuid.uuid4().hex
-    environment = os.environ | {
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Otherwise, messages of these libraries would appear in the output of the run.
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        MARK: mark,
-        LINK: str(home / RUN_LINK),
-    }
     (home / "config.toml").write_text(
         '[superlink]\ndefault = "private"\n\n'
         f'[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
@@ -82,22 +74,34 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         "--host=127.0.0.1",
         f"--port={port}",
     ]
-    with log.open("wb") as output:
-        # Use a separate session, so that Ctrl-C reaches only this process, which ends the others.
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
+    with ExitStack() as stack:
+        environment = for_children(stack.enter_context(short_path(temporary))) | {
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Otherwise, messages of these libraries would appear in the output of the run.
+            "TRANSFORMERS_VERBOSITY": "error",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            MARK: mark,
+            LINK: str(home / RUN_LINK),
+        }
+        with log.open("wb") as output:
+            # Use a separate session, so that Ctrl-C reaches only this process, which ends others.
+            process = subprocess.Popen(
+                command,
+                cwd=work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        stack.callback(process.wait, _END_SECONDS)
+        stack.callback(end_processes, mark)
         _await(port, process, log)
         yield SuperLink(f"127.0.0.1:{port}", environment, log)
-    finally:
-        end_processes(mark)
-        process.wait(_END_SECONDS)
 
 
 def _print(line: bytes) -> None:
@@ -132,7 +136,11 @@ def run_app(
         command += ["--federation-config", f"num-supernodes={supernodes} {resources}"]
     environment = superlink.environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=config.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as flwr:
         assert flwr.stdout is not None
         recent = deque[bytes](maxlen=500)  # lines in which to search for the reason of a failure

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from chambers.app_folder import TEMPLATES
+from chambers.environment import direct_here
 from chambers.errors import CommandError
 from chambers.sources import option
 from finetuning.files import write_file, write_secret
@@ -145,9 +146,11 @@ def enter(folder: Path) -> None:
         os.setgid(owner.st_gid)
         os.setuid(owner.st_uid)
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    path["FLWR_HOME"] = str(state.absolute() / ".flwr")
     # In a container, Compose has read the file.
-    os.environ.update(read_environment(file) if file.exists() else {}, **path)
-    os.environ["FLWR_HOME"] = str(state.absolute() / ".flwr")
+    environment = {**os.environ, **(read_environment(file) if file.exists() else {}), **path}
+    os.environ.clear()
+    os.environ.update(direct_here(environment))
 
 
 def _absolute(path: Path) -> Path:
