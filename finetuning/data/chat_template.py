@@ -1,9 +1,14 @@
 """Render conversations as text, with the tokenizer's chat template or in FedJudge's plain form."""
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from os.path import commonprefix
 from typing import Any
+
+from jinja2 import TemplateError
 
 Messages = Sequence[dict[str, str]]
 Spans = list[tuple[int, int]]
@@ -41,6 +46,42 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
             raise TurnsChangeError("the chat template changes earlier turns")
         spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
     return text, spans
+
+
+def guarded(messages: Messages, tokenizer: Any) -> tuple[str, Messages]:
+    """Break up the texts of control tokens in contents, which would open or end turns.
+
+    Return the character that is inserted into them and occurs nowhere else (see
+    `tokenization.without_guard`), or "" if there are none, and the messages.
+    """
+    control = _control_tokens(tokenizer, str(tokenizer.chat_template))
+    if not any(control.search(turn["content"]) for turn in messages):
+        return "", messages
+    contents = "".join(turn["content"] for turn in messages)
+    guard = next(c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in contents)
+    broken = [{**m, "content": control.sub(rf"\1{guard}", m["content"])} for m in messages]
+    return guard, broken
+
+
+@lru_cache(maxsize=4)
+def _control_tokens(tokenizer: Any, _: str) -> re.Pattern[str]:
+    """Return a pattern of the first character of each control token.
+
+    These are the special tokens, and other added tokens that the template writes around turns, as
+    DeepSeek's does. Tags, such as ``<think>``, are part of contents.
+    """
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    text = ""
+    with suppress(TemplateError):  # the template may require a system turn
+        text = _apply(tokenizer, turns) if tokenizer.chat_template else ""
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+    closing = {token for token in added if token.startswith("</")}
+    tags = closing | {token.replace("/", "", 1) for token in closing}
+    written = {token for token in added.keys() - tags if token.strip() and token in text}
+    control = {token for token, special in added.items() if special} | written
+    # Look ahead, because tokens can overlap. Without tokens, nothing matches.
+    texts = "|".join(map(re.escape, filter(None, control))) or "(?!)"
+    return re.compile(f"(?={texts})(.)", re.DOTALL)
 
 
 def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:

@@ -5,17 +5,20 @@ searching the tokens for the marks that a template writes before answers. A prom
 tokens in training and in generation, because no token spans the boundary to the answer.
 """
 
+import copy
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from tokenizers import pre_tokenizers
 
-from finetuning.data.chat_template import Messages, Spans, TurnsChangeError, render
+from finetuning.data.chat_template import Messages, Spans, TurnsChangeError, guarded, render
 from finetuning.data.formats import DataError
 from finetuning.data.rows import Row
 
@@ -43,10 +46,12 @@ class _Conversation:
     only_last: bool
     text: str
     spans: Spans
+    guard: str  # see `guarded`
 
     @classmethod
     def of(cls, messages: Messages, tokenizer: Any, only_last: bool) -> "_Conversation":
-        return cls(messages, only_last, *render(messages, tokenizer, only_last))
+        guard, written = guarded(messages, tokenizer)
+        return cls(messages, only_last, *render(written, tokenizer, only_last), guard)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,26 @@ def tokenize(
     return examples, report
 
 
+def tokens_of_beginning(row: Row, tokenizer: Any) -> torch.Tensor:
+    """Return the tokens, (tokens,) int64, up to the end of the text of a row's last answer.
+
+    They don't include what the template writes after the answer. Raise a DataError if the template
+    rejects the row.
+    """
+    *before, last = row.messages
+    # Only this character shows where the text ends, since a template can write anything after it.
+    text = "".join(turn["content"] for turn in row.messages)
+    end = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+    probed = replace(row, messages=(*before, {**last, "content": last["content"] + end}))
+    conversation = _conversations(probed, tokenizer)[-1]
+    until = conversation.text.rindex(end)
+    spans = [(start, min(after, until)) for start, after in conversation.spans]
+    (tokens,) = _encode(
+        [replace(conversation, text=conversation.text[:until], spans=spans)], tokenizer
+    )
+    return torch.tensor(tokens.input_ids, dtype=torch.int64)
+
+
 def end_marks(tokenizer: Any) -> set[int]:
     """Return the tokens, if any, that the chat template writes to end answers in training.
 
@@ -160,16 +185,36 @@ def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tok
     marks = _marks(tokenizer)
     # A tokenizer that prefixes each text with a mark (SentencePiece's "▁") must encode whole texts.
     if "".join(tokenizer.tokenize("x")).startswith(("▁", "Ġ")):
-        encoded = _encode_whole(conversations, tokenizer)
+        encode = _encode_whole
     else:
-        encoded = _encode_pieces(conversations, tokenizer)
-    for tokens in encoded:
+        encode = _encode_pieces
+    encoded: dict[int, _Tokens] = {}
+    for guard in {c.guard for c in conversations}:
+        chosen = [index for index, c in enumerate(conversations) if c.guard == guard]
+        own = without_guard(tokenizer, guard)
+        encoded |= zip(chosen, encode([conversations[i] for i in chosen], own), strict=True)
+    for tokens in encoded.values():
         for index, (first, after) in enumerate(tokens.spans):
             # Whitespace after an answer's end mark belongs to the template.
             ends = [i + 1 for i in range(first, after) if tokens.input_ids[i] in marks]
             if ends and not tokenizer.decode(tokens.input_ids[ends[-1] : after]).strip():
                 tokens.spans[index] = (first, ends[-1])
-    return encoded
+    return [encoded[index] for index in range(len(conversations))]
+
+
+@lru_cache(maxsize=4)
+def without_guard(tokenizer: Any, guard: str) -> Any:
+    """Return a copy of a tokenizer that ends a word at each ``guard``, and removes it.
+
+    No token contains characters of two words, so none can be the token that was broken up.
+    """
+    if not guard:
+        return tokenizer
+    other = copy.deepcopy(tokenizer)
+    own = other.backend_tokenizer.pre_tokenizer
+    parts = [pre_tokenizers.Split(guard, "removed"), *([own] if own else [])]
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    return other
 
 
 def _encode_pieces(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
@@ -203,8 +248,9 @@ def _encode_whole(conversations: Sequence[_Conversation], tokenizer: Any) -> lis
             begin, end = offsets[last] if last >= 0 else (0, 0)
             # Don't divide an end mark, which can include adjacent whitespace.
             if end > start and input_ids[last] not in added:
-                before = [token.id for token in divide(c.text[begin:start].replace(" ", "▁"))]
-                after = [token.id for token in divide(c.text[start:end].replace(" ", "▁"))]
+                both = c.text[begin:start], c.text[start:end]
+                words = (text.replace(c.guard, "").replace(" ", "▁") for text in both)
+                before, after = ([token.id for token in divide(word)] for word in words)
                 input_ids[last : last + 1] = before + after
                 begins[last : last + 1] = [begin] * len(before) + [start] * len(after)
         spans = [(bisect_left(begins, start), bisect_left(begins, end)) for start, end in c.spans]
@@ -247,14 +293,14 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     # If only the last answer is a target, earlier answers are inputs.
     inputs = [t for t in messages[:-1] if conversation.only_last or t["role"] != "assistant"]
     longest = max(inputs, key=lambda turn: len(turn["content"]))
-    content = longest["content"]
-    if not content:
+    guard, (turn,) = guarded([longest], tokenizer)
+    if not (content := turn["content"]):
         return None
-    encoding = tokenizer([content], add_special_tokens=False)
+    encoding = without_guard(tokenizer, guard)([content], add_special_tokens=False)
     kept = len(encoding["input_ids"][0]) - excess
     end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
     # One removal may not be enough. Remove at least one character, so that the caller's loop ends.
-    longest["content"] = content[: min(end, len(content) - 1)].rstrip()
+    longest["content"] = content[: min(end, len(content) - 1)].replace(guard, "").rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last)
     except (TemplateError, TurnsChangeError):  # The template may reject an empty input.
