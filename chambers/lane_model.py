@@ -84,9 +84,9 @@ class LaneModel:
         """Continue prompts; see ``finetuning.model.whole_model.WholeModel``."""
         return self._attempt(lambda: self._model.generate(tokens, mask, new_tokens, **settings))
 
-    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_probabilities(self, batch: CandidateBatch, *compute: Callable[..., Any]) -> Any:
         """Score candidate answers; see ``finetuning.model.whole_model.WholeModel``."""
-        return self._attempt(lambda: self._model.log_probabilities(batch))
+        return self._attempt(lambda: self._model.log_probabilities(batch, *compute))
 
     def end(self) -> None:
         """End the evaluation; raise ``LaneError`` if the server doesn't confirm the end in time."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity
+LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,11 @@ class Piece:
 
     text: str
     token: int | None = None  # None for text that was withheld until the end
-    log_probability: float | None = None  # in nats; None if it wasn't requested
+    # In nats; None if it wasn't requested, and for the first token of a prompt.
+    log_probability: float | None = None
     likeliest: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, with log-probabilities
     finish_reason: str | None = None  # "stop" or "length"
+    of_prompt: bool = False  # whether it repeats a part of the prompt
 
 
 @dataclass(eq=False)
@@ -31,23 +33,33 @@ class Request:
     emit: Callable[[Piece | Exception], None]
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0  # 0 for all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     likeliest: int | None = None  # number of tokens in ``Piece.likeliest``; None to omit all
+    echo: str | None = None  # text of the prompt, to emit before the answer
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.01:  # divided by almost 0, logits would be infinite
+        # Divided by almost 0, logits would be infinite. If ``top_p`` is 0, one token is left.
+        if self.temperature < 0.01 or not self.top_p:
             self.temperature = 0.0
 
     def shares_batch_with(self, other: "Request") -> bool:
         """Return whether both can be answered by one call of ``generate``.
 
-        An answer with a seed must not depend on others, so it is sampled alone.
+        An answer with a seed must not depend on others, so it is sampled alone. Padding would count
+        as repeated tokens.
         """
         drawn = self.temperature > 0 and (self.seed, other.seed) != (None, None)
-        same = (self.model, self.temperature, self.top_p)
-        return not drawn and same == (other.model, other.temperature, other.top_p)
+        penalised = (self.repetition_penalty, other.repetition_penalty) != (1, 1)
+        return not drawn and not penalised and self._settings == other._settings
+
+    @property
+    def _settings(self) -> tuple[str, float, float, int, float]:
+        return self.model, self.temperature, self.top_p, self.top_k, self.min_p
 
 
 class AnswerStream:
@@ -119,12 +131,14 @@ class _Row:
         elif reason is None:
             # U+FFFD stands for the bytes of an incomplete character.
             text = text[: max(0, len(text) - self._withheld)].rstrip("\ufffd")
-        piece = Piece(text[self._emitted :], None if ended else token, finish_reason=reason)
+        # After a prompt's log-probabilities, programs expect one for each new token.
+        shown = not ended or self.request.echo is not None
+        piece = Piece(text[self._emitted :], token if shown else None, finish_reason=reason)
         self._emitted = max(self._emitted, len(text))
         self.over = reason is not None
-        if self.request.likeliest is not None and not ended:
+        if self.request.likeliest is not None and shown:
             row = logits.float().log_softmax(-1)
-            row = row.clamp_min(_LOWEST)
+            row = row.clamp_min(LOWEST)
             values, tokens = row.topk(min(self.request.likeliest, len(row)))
             likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
             piece = replace(piece, log_probability=float(row[token]), likeliest=likeliest)

@@ -11,18 +11,20 @@ from itertools import pairwise
 from typing import Any, Self
 
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from chambers.endpoint.answer_stream import AnswerStream, Request
+from chambers.endpoint.answer_stream import LOWEST, AnswerStream, Piece, Request
 from chambers.errors import CommandError
 from chambers.lane_model import LaneModel, explained
 from chambers.models import NO_DRAFT, Draft, Source, opened
 from finetuning.adapters.adapter import load_adapter
-from finetuning.data.prompts import parse_prompt, tokenize_prompts
-from finetuning.data.rows import Row
+from finetuning.data.candidates import Continuation, candidate_batches
+from finetuning.data.prompts import chat_prompt
 from finetuning.data.tokenization import end_marks
 from finetuning.devices import is_broken, memory_problem
 from finetuning.errors import UserError
 from finetuning.evaluation.generation import sampling
+from finetuning.model.output_head import likeliest_tokens
 from finetuning.model.positions import trained_positions
 from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import set_seed
@@ -34,6 +36,10 @@ _log = logging.getLogger(__name__)
 
 class BusyError(RuntimeError):
     """Too many requests are waiting."""
+
+
+class LengthError(CommandError):
+    """A prompt exceeds a limit."""
 
 
 @dataclass(frozen=True)
@@ -97,31 +103,29 @@ class Answerer:
         self._thread.join()
         self._resources.close()
 
-    def chat_prompt(self, turns: Sequence[Mapping[str, str]]) -> torch.Tensor:
+    def chat_prompt(self, turns: Sequence[dict[str, str]]) -> torch.Tensor:
         """Format a conversation as in training, and return its tokens, (tokens,) int64.
 
-        Raise ``UserError`` if the chat template can't express the conversation.
+        An answer continues a final assistant turn. Raise ``UserError`` if the chat template can't
+        express the conversation.
         """
-        row = Row(parse_prompt({"messages": turns}), "messages", {})
-        return tokenize_prompts([row], self.tokenizer)[0]
+        return chat_prompt(turns, self.tokenizer)
 
     def max_new_tokens(self, model: str, prompt_length: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt.
 
-        Raise ``CommandError`` if the prompt is empty or exceeds a limit.
+        Raise `LengthError` if the prompt is empty or exceeds a limit.
         """
         source = self.sources[model]
         positions = min(self._positions, source.max_tokens) - source.columns_before
         positions -= self.limits.draft.room
         longest = min(self.limits.max_prompt_length, source.max_prompt_length, int(positions) - 1)
         if not 1 <= prompt_length <= longest:
-            raise CommandError(
-                f"the prompt has {prompt_length} tokens; it must have 1 to {longest}"
-            )
+            raise LengthError(f"the prompt has {prompt_length} tokens; it must have 1 to {longest}")
         return min(self.limits.max_new_tokens, int(positions) - prompt_length)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request.
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, all or none.
 
         Raise ``BusyError`` if too many are waiting, or ``CommandError`` if a GPU kernel has failed.
         """
@@ -129,9 +133,9 @@ class Answerer:
             raise CommandError(BROKEN)
         with self._changed:
             self.waiting = [r for r in self.waiting if not r.cancelled.is_set()]
-            if len(self.waiting) >= self.limits.queue:
+            if len(self.waiting) + len(requests) > self.limits.queue:
                 raise BusyError(f"{len(self.waiting)} requests are waiting; try again later")
-            self.waiting.append(request)
+            self.waiting += requests
             self._changed.notify()
 
     def _open(self) -> None:
@@ -198,25 +202,58 @@ class Answerer:
         return batch
 
     def _answer(self, batch: Sequence[Request]) -> None:
-        first, source = batch[0], self.sources[batch[0].model]
+        with ExitStack() as selected:
+            self._select(self.sources[batch[0].model], selected)
+            for request in batch:
+                if request.echo is not None:
+                    self._repeat_prompt(request)
+                if not request.max_tokens:
+                    request.emit(Piece("", finish_reason="length", of_prompt=True))
+            if unfinished := [request for request in batch if request.max_tokens]:
+                self._generate(unfinished)
+
+    def _repeat_prompt(self, request: Request) -> None:
+        """Emit the prompt and, if requested, the log-probabilities of its tokens."""
+        request.emit(Piece(request.echo or "", of_prompt=True))
+        if request.likeliest is not None:
+            first, *rest = request.prompt.tolist()
+            request.emit(Piece("", first, of_prompt=True))
+            scored = Continuation(request.prompt[:1], request.prompt[1:])
+            compute = partial(likeliest_tokens, count=max(1, request.likeliest))
+            for batch in candidate_batches(
+                [[scored]] if rest else [],
+                padding=self.tokenizer.pad_token_id,
+                columns_before=self._model.columns_before,
+                max_tokens=self.sources[request.model].max_tokens,
+            ):
+                found = self._model.log_probabilities(batch, compute)
+                values, best = (found[i].clamp_min(LOWEST).tolist() for i in (0, 2))
+                for token, value, *other in zip(rest, values, found[1].tolist(), best, strict=True):
+                    pairs = [*zip(*other, strict=True)][: request.likeliest]
+                    request.emit(Piece("", token, value, tuple(pairs), of_prompt=True))
+
+    def _generate(self, batch: Sequence[Request]) -> None:
+        first = batch[0]
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         tokens = pad([r.prompt for r in batch], padding_value=self.tokenizer.pad_token_id)
         ends = {*self._model.end_tokens, *end_marks(self.tokenizer)}
         stream = AnswerStream(batch, self.tokenizer, ends, tokens.shape[1])
         set_seed(int.from_bytes(os.urandom(4)) if first.seed is None else first.seed)
-        with ExitStack() as selected:
-            self._select(source, selected)
-            self._model.generate(
-                tokens,
-                pad([torch.ones_like(r.prompt) for r in batch]),
-                max(r.max_tokens for r in batch),
-                pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=sorted(ends) or None,
-                logits_processor=[stream.keep_logits],
-                stopping_criteria=[stream],
-                **sampling(first.temperature, first.top_p),
-                **(self.limits.draft.settings if len(batch) == 1 else {}),
-            )
+        penalties = [RepetitionPenaltyLogitsProcessor(first.repetition_penalty)]
+        self._model.generate(
+            tokens,
+            pad([torch.ones_like(r.prompt) for r in batch]),
+            max(r.max_tokens for r in batch),
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=sorted(ends) or None,
+            logits_processor=[
+                stream.keep_logits,
+                *(penalties if first.repetition_penalty != 1 else []),
+            ],
+            stopping_criteria=[stream],
+            **sampling(first.temperature, first.top_p, first.top_k, first.min_p),
+            **(self.limits.draft.settings if len(batch) == 1 else {}),
+        )
 
     def _select(self, source: Source, selected: ExitStack) -> None:
         """Select the source's adapter; if it has none, disable adapters within the context."""

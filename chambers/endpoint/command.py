@@ -96,6 +96,10 @@ class Api(ModelsOptions):
     key_file: Annotated[
         Path | None, option("File with the API key that requests must send.", "FILE")
     ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        option("Origin of web pages that may send requests; may be repeated.", "URL"),
+    ] = None
     batch_size: Annotated[
         int, count("Number of requests that are answered together; default 8.")
     ] = 8
@@ -120,7 +124,7 @@ class Api(ModelsOptions):
                 print(f"chat page: {url}")
                 print(f"answering at {url}/v1", flush=True)
                 config = uvicorn.Config(
-                    routes(answerer, key),
+                    routes(answerer, key, self.allow_origin or ()),
                     log_level="critical",  # tracebacks may quote prompts
                     access_log=False,
                     timeout_graceful_shutdown=5,

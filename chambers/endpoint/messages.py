@@ -1,36 +1,88 @@
-"""Requests and replies in the form of OpenAI's API; unknown parameters are ignored."""
+"""Requests and replies in the form of OpenAI's API; unknown parameters are refused."""
 
 import time
 import uuid
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from chambers.endpoint.answer_stream import Piece
 
 _LARGEST_SEED = 2**63 - 1
 _MAX_LIKELIEST = 20
+# Parameters that don't affect the answer.
+_UNUSED = {
+    *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "service_tier", "store", "user"),
+}
+_TOOLS = "tools are not supported; leave it out"
+# Parameters that are not supported: the values that have no effect, and why others are refused.
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "function_call": (("none", "auto"), _TOOLS),
+    "response_format": (({"type": "text"},), "answers have no other format than text"),
+    "modalities": ((["text"],), "answers are only text"),
+    "n": ((1,), "each request has one answer; send it several times"),
+    "best_of": ((1,), "each request has one answer"),
+    "suffix": (("",), "texts are only continued at their end"),
+    "logit_bias": (({},), "leave it out"),
+    "frequency_penalty": ((0,), "use repetition_penalty, or leave it out"),
+    "presence_penalty": ((0,), "use repetition_penalty, or leave it out"),
+}
 
 
-class TextPart(BaseModel):
-    """A part of a message; images and audio are refused."""
+def _supported(value: Any) -> Any:
+    """Leave out parameters without an effect; raise an error for those that aren't supported."""
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, given in value.items():
+        neutral, reason = _UNSUPPORTED.get(name, ((given,), ""))
+        if given is not None and given not in neutral:
+            raise PydanticCustomError("unsupported", "{reason}", {"name": name, "reason": reason})
+        if given is not None and name not in _UNSUPPORTED and name not in _UNUSED:
+            kept[name] = given
+    if "max_completion_tokens" in kept:
+        kept["max_tokens"] = kept.pop("max_completion_tokens")
+    return kept
 
-    type: Literal["text"]
-    text: str
+
+def _listed(value: Any) -> Any:
+    """Put a single text, or a single list of tokens, into a list."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
+    return [value] if is_one else value
+
+
+def _text(content: Any) -> Any:
+    """Join the parts of a message's text; raise an error if there are images or sound."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    for part in content:
+        if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+            reason = "messages contain only text, so parts of other types are refused"
+            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason})
+    return "".join(part["text"] for part in content)
+
+
+def _role(role: Any) -> Any:
+    """Return the role's name in chat templates."""
+    if role in ("tool", "function"):
+        raise PydanticCustomError("unsupported", "tools are not supported")
+    return "system" if role == "developer" else role
 
 
 class Turn(BaseModel):
-    """A message of a conversation."""
+    """A message of a conversation; other keys, such as ``name``, don't affect the answer."""
 
-    role: str
-    content: str | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        """The text of all parts."""
-        parts = self.content
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_text)] = ""
+    tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
+    function_call: None = None
 
 
 class StreamOptions(BaseModel):
@@ -40,57 +92,54 @@ class StreamOptions(BaseModel):
 
 
 class Parameters(BaseModel):
-    """Parameters of both kinds of requests; values that need unsupported features are refused."""
+    """Parameters of both kinds of requests; null counts as absent."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1)  # -1 and 0 stand for all tokens
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
     seed: int | None = Field(None, ge=-_LARGEST_SEED, le=_LARGEST_SEED)
-    stop: Annotated[list[str], Field(max_length=4)] | str | None = None  # checked per token
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
-    logit_bias: dict[str, Any] | None = Field(None, max_length=0)
+    # Each is searched for after every token.
+    stop: Annotated[
+        list[str],
+        BeforeValidator(_listed),
+        Field(max_length=4),
+    ] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end an answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(stop for stop in given if stop)
+    _supported = model_validator(mode="before")(_supported)
 
 
 class Chat(Parameters):
     """A request for the next message of a conversation."""
 
     messages: list[Turn] = Field(min_length=1)
-    max_tokens: int | None = Field(
-        None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=_MAX_LIKELIEST)
-    tools: list[Any] | None = Field(None, max_length=0)
-    functions: list[Any] | None = Field(None, max_length=0)
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=_MAX_LIKELIEST)
 
     @property
     def likeliest(self) -> int | None:
         """Number of likely alternatives per token; None without log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
 
 class Completion(Parameters):
-    """A request for the continuation of a text."""
+    """A request for the continuation of each of several texts, or lists of tokens."""
 
-    prompt: str = Field(min_length=1)
+    prompt: Annotated[
+        list[str | list[Annotated[int, Field(ge=0)]]],
+        BeforeValidator(_listed),
+        Field(min_length=1),
+    ]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=_MAX_LIKELIEST)
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
+    echo: bool = False
 
     @property
     def likeliest(self) -> int | None:
@@ -99,51 +148,64 @@ class Completion(Parameters):
 
 
 class CompletionReply:
-    """The continuation of a text, built from the pieces of an answer."""
+    """The continuations of texts, built from the pieces of each answer."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Any, prompt_tokens: int) -> None:
+    def __init__(self, model: str, tokenizer: Any, prompt_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._prompt_tokens = prompt_tokens
-        self._pieces: list[Piece] = []
-        self._characters = 0  # of the tokens whose log-probabilities have been returned
+        self._prompt_tokens = sum(prompt_tokens)
+        self._pieces: list[list[Piece]] = [[] for _ in prompt_tokens]
+        # Number of characters of the tokens whose log-probabilities have been returned.
+        self._characters = [0] * len(prompt_tokens)
         self._about = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def add(self, piece: Piece) -> None:
-        """Add a piece of the answer."""
-        self._pieces.append(piece)
+    def add(self, index: int, piece: Piece) -> None:
+        """Add a piece of the answer with this index."""
+        self._pieces[index].append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the complete reply, once the last piece has been added."""
-        text = "".join(piece.text for piece in self._pieces)
-        choice = self._content(text) | self._end(self._pieces, self._pieces[-1].finish_reason)
-        return self._about | {"object": self.kind, "choices": [choice], "usage": self._usage()}
+        """Return the complete reply, once the last pieces have been added."""
+        choices = [
+            self._content("".join(piece.text for piece in pieces))
+            | self._end(index, pieces, pieces[-1].finish_reason)
+            for index, pieces in enumerate(self._pieces)
+        ]
+        return self._about | {"object": self.kind, "choices": choices, "usage": self._usage()}
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """Add a piece, and return its chunk."""
-        first = not self._pieces
-        self.add(piece)
-        choice = self._delta(piece.text, first) | self._end([piece], piece.finish_reason)
+        first = not self._pieces[index]
+        self.add(index, piece)
+        choice = self._delta(piece.text, first) | self._end(index, [piece], piece.finish_reason)
         return self._about | {"object": self.chunk_kind, "choices": [choice]}
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the chunk with the numbers of tokens, which follows the last piece."""
         return self._about | {"object": self.chunk_kind, "choices": [], "usage": self._usage()}
 
-    def _end(self, pieces: list[Piece], reason: str | None) -> dict[str, Any]:
-        known = [p for p in pieces if p.token is not None and p.log_probability is not None]
-        logprobs = self._logprobs(known) if known else None
-        return {"index": 0, "logprobs": logprobs, "finish_reason": reason}
+    def _end(self, index: int, pieces: list[Piece], reason: str | None) -> dict[str, Any]:
+        known = [
+            piece
+            for piece in pieces
+            if piece.token is not None and (piece.of_prompt or piece.log_probability is not None)
+        ]
+        logprobs = self._logprobs(index, known) if known else None
+        return {"index": index, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self) -> dict[str, int]:
         # The token that ends an answer was generated too.
-        given, new = self._prompt_tokens, len(self._pieces)
-        return {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
+        new = sum(not piece.of_prompt for pieces in self._pieces for piece in pieces)
+        total = self._prompt_tokens + new
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": total,
+        }
 
     def _token(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
@@ -156,16 +218,20 @@ class CompletionReply:
         """Return a piece's text in a chunk."""
         return {"text": text}
 
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+    def _logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         """Return the log-probabilities of tokens."""
         texts = [self._token(piece.token or 0) for piece in pieces]
-        ends = [*accumulate(map(len, texts), initial=self._characters)]
-        self._characters = ends[-1]
+        ends = [*accumulate(map(len, texts), initial=self._characters[index])]
+        self._characters[index] = ends[-1]
         return {
             "tokens": texts,
             "token_logprobs": [piece.log_probability for piece in pieces],
             "top_logprobs": [
-                {self._token(token): value for token, value in piece.likeliest} for piece in pieces
+                None
+                if piece.log_probability is None
+                # Of tokens with the same text, which are parts of characters, show the likeliest.
+                else {self._token(token): value for token, value in reversed(piece.likeliest)}
+                for piece in pieces
             ],
             "text_offset": ends[:-1],
         }
@@ -182,7 +248,7 @@ class ChatReply(CompletionReply):
     def _delta(self, text: str, first: bool) -> dict[str, Any]:
         return {"delta": ({"role": "assistant"} if first else {}) | {"content": text}}
 
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+    def _logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         return {
             "content": [
                 self._alternative(piece.token or 0, piece.log_probability or 0.0)

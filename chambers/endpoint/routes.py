@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,17 +19,20 @@ import torch
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from chambers.endpoint.answer_stream import Piece, Request
-from chambers.endpoint.answering import Answerer, BusyError
+from chambers.endpoint.answering import Answerer, BusyError, LengthError
 from chambers.endpoint.messages import Chat, ChatReply, Completion, CompletionReply
+from chambers.endpoint.refusals import ApiError, refusal_of
+from chambers.errors import CommandError
 from finetuning.errors import UserError
 
-_INVALID = "invalid_request_error"
 _MAX_BODY = 4 * 2**20  # in bytes
 # Seconds between checks whether the client is still connected.
 _CHECK_SECONDS = 0.5
@@ -45,26 +48,25 @@ _PAGE_HEADERS = {
 }
 
 
-class ApiError(Exception):
-    """An error that the client receives in the form of OpenAI's API."""
+def routes(answerer: Answerer, key: str | None, origins: Sequence[str] = ()) -> Starlette:
+    """Return the application; with a key, requests without it are refused.
 
-    def __init__(self, status: int, message: str, kind: str, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"message": message, "type": kind, "param": parameter, "code": None}
-
-
-def routes(answerer: Answerer, key: str | None) -> Starlette:
-    """Return the application; with a key, requests without it are refused."""
+    Web pages of these ``origins`` can send requests.
+    """
     endpoint = _Endpoint(answerer, key)
+    shared = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+    )
     return Starlette(
         routes=[
             Route("/", _page),
+            Route("/health", endpoint.health),
             Route("/v1/models", endpoint.models),
-            Route("/v1/models/{name}", endpoint.model),
+            Route("/v1/models/{name:path}", endpoint.model),
             Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
             Route("/v1/completions", endpoint.completion, methods=["POST"]),
         ],
+        middleware=[shared] if origins else [],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refuse),
     )
 
@@ -77,7 +79,7 @@ async def _page(_: HttpRequest) -> Response:
 async def _refuse(_: HttpRequest, error: Exception) -> Response:
     """Return an error in the form of OpenAI's API; omit the text of unexpected errors."""
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail, _INVALID)
+        error = ApiError(error.status_code, error.detail)
     elif not isinstance(error, ApiError):
         error = ApiError(500, f"the request failed ({type(error).__name__})", "server_error")
     return JSONResponse({"error": error.body}, error.status)
@@ -98,6 +100,11 @@ class _Endpoint:
     key: str | None
     started: int = field(default_factory=lambda: int(time.time()))
 
+    async def health(self, _: HttpRequest) -> Response:
+        """Tell whether requests can be answered."""
+        text = "broken" if self.answerer.broken else "ok"
+        return JSONResponse({"status": text}, 503 if self.answerer.broken else 200)
+
     async def models(self, http: HttpRequest) -> Response:
         """List the models."""
         self._authenticate(http)
@@ -112,19 +119,23 @@ class _Endpoint:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer a conversation."""
         wanted = await self._read(http, Chat)
-        turns = [{"role": turn.role, "content": turn.text} for turn in wanted.messages]
-        prompt = partial(self.answerer.chat_prompt, turns)
-        return await self._respond(http, wanted, "messages", prompt, ChatReply)
+        turns = [{"role": turn.role, "content": turn.content} for turn in wanted.messages]
+        prompts = [partial(self.answerer.chat_prompt, turns)]
+        return await self._respond(http, wanted, "messages", prompts, ChatReply)
 
     async def completion(self, http: HttpRequest) -> Response:
-        """Continue a text."""
+        """Continue texts."""
         wanted = await self._read(http, Completion)
+        prompts = [partial(self._tokens, prompt) for prompt in wanted.prompt]
+        return await self._respond(http, wanted, "prompt", prompts, CompletionReply)
 
-        def prompt() -> torch.Tensor:
-            ids = self.answerer.tokenizer(wanted.prompt)["input_ids"]
-            return torch.tensor(ids, dtype=torch.int64)
-
-        return await self._respond(http, wanted, "prompt", prompt, CompletionReply)
+    def _tokens(self, prompt: str | list[int]) -> torch.Tensor:
+        """Return a prompt's tokens; raise ``CommandError`` if one isn't in the vocabulary."""
+        tokenizer = self.answerer.tokenizer
+        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        if ids and max(ids) >= len(tokenizer):
+            raise CommandError(f"{max(ids)} is not a token: there are {len(tokenizer)}")
+        return torch.tensor(ids, dtype=torch.int64)
 
     def _described(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.started, "owned_by": "chambers"}
@@ -132,36 +143,34 @@ class _Endpoint:
     def _authenticate(self, http: HttpRequest) -> None:
         # Prevent DNS rebinding, with which a web page could send requests.
         if self.key is None and not _is_loopback(http.headers.get("host", "")):
-            raise ApiError(400, "without a key, the Host header must name this machine", _INVALID)
-        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
-            raise ApiError(401, "the API key is missing or wrong", "authentication_error")
+            raise ApiError(400, "without a key, the Host header must name this machine")
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+            problem = "the API key is missing or wrong"
+            raise ApiError(401, problem, "authentication_error", code="invalid_api_key")
 
     def _known(self, name: str) -> str:
         if name not in self.answerer.sources:
-            names = ", ".join(self.answerer.sources)
-            raise ApiError(404, f"there is no such model; available: {names}", _INVALID, "model")
+            problem = f"there is no such model; available: {', '.join(self.answerer.sources)}"
+            raise ApiError(404, problem, parameter="model", code="model_not_found")
         return name
 
     async def _read(self, http: HttpRequest, form: type[Any]) -> Any:
         self._authenticate(http)
         # Web pages of other origins can't send this content type without permission (CORS).
-        if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise ApiError(415, "the content type must be application/json", _INVALID)
+        kind = http.headers.get("content-type", "").partition(";")[0]
+        if kind.strip().lower() != "application/json":
+            raise ApiError(415, "the content type must be application/json")
         body = bytearray()
         async for chunk in http.stream():
             body += chunk
             if len(body) > _MAX_BODY:
-                raise ApiError(413, f"the request is larger than {_MAX_BODY} bytes", _INVALID)
+                raise ApiError(413, f"the request is larger than {_MAX_BODY} bytes")
         try:
             wanted = form.model_validate_json(bytes(body))
         except ValidationError as error:
-            # If a value matches none of several types, the deepest problem is that of the closest.
-            problems = error.errors(include_url=False, include_input=False)
-            problem = max(problems, key=lambda problem: len(problem["loc"]))
-            name = ".".join(str(part) for part in problem["loc"]) or None
-            text = f"{name}: {problem['msg']}" if name else problem["msg"]
-            raise ApiError(400, text, _INVALID, name) from error
+            raise refusal_of(error) from error
         self._known(wanted.model)
         return wanted
 
@@ -170,27 +179,26 @@ class _Endpoint:
         http: HttpRequest,
         wanted: Any,
         parameter: str,
-        prompt: Callable[[], torch.Tensor],
+        prompts: Sequence[Callable[[], torch.Tensor]],
         form: type[CompletionReply],
     ) -> Response:
-        submitted = await self._submit(wanted, parameter, prompt)
+        submitted = await self._submit(wanted, parameter, prompts)
         reply = form(wanted.model, self.answerer.tokenizer, submitted.prompt_tokens)
         pieces = submitted.until_disconnected(http)
         if not wanted.stream:
             async with aclosing(pieces):
                 async for piece in pieces:
-                    reply.add(piece)
+                    reply.add(*piece)
             return JSONResponse(reply.whole())
         # Await the first piece here, so that an error can still determine the HTTP status.
         first = await anext(pieces)
-        usage = wanted.stream_options is not None and wanted.stream_options.include_usage
 
         async def events() -> AsyncIterator[str]:
             try:
-                yield _event(reply.chunk(first))
+                yield _event(reply.chunk(*first))
                 async for piece in pieces:
-                    yield _event(reply.chunk(piece))
-                if usage:
+                    yield _event(reply.chunk(*piece))
+                if wanted.stream_options.include_usage:
                     yield _event(reply.usage_chunk())
                 yield "data: [DONE]\n\n"
             except ApiError as error:
@@ -201,68 +209,92 @@ class _Endpoint:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _submit(
-        self, wanted: Any, parameter: str, prompt: Callable[[], torch.Tensor]
+        self, wanted: Any, parameter: str, prompts: Sequence[Callable[[], torch.Tensor]]
     ) -> "_Pieces":
-        pieces = _Pieces(asyncio.get_running_loop())
+        if len(prompts) > self.answerer.limits.queue:
+            problem = f"a request has at most {self.answerer.limits.queue} prompts"
+            raise ApiError(400, problem, parameter=parameter)
+        pieces = _Pieces(asyncio.get_running_loop(), len(prompts))
         try:
-            tokens = await asyncio.to_thread(prompt)
-            limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
-            if (wanted.max_tokens or 0) > limit:
-                problem = f"max_tokens = {wanted.max_tokens}: must be at most {limit}"
-                raise ApiError(400, problem, _INVALID, "max_tokens")
-            request = Request(
-                model=wanted.model,
-                prompt=tokens,
-                max_tokens=wanted.max_tokens or limit,
-                emit=pieces.emit,
-                temperature=1.0 if wanted.temperature is None else wanted.temperature,
-                top_p=1.0 if wanted.top_p is None else wanted.top_p,
-                seed=wanted.seed,
-                stop=wanted.stops,
-                likeliest=wanted.likeliest,
-            )
-            self.answerer.submit(request)
+            given = [await asyncio.to_thread(prompt) for prompt in prompts]
+            requests = [
+                self._request(wanted, index, tokens, partial(pieces.emit, index))
+                for index, tokens in enumerate(given)
+            ]
+            self.answerer.submit(*requests)
         except UserError as error:
-            raise ApiError(400, str(error), _INVALID, parameter) from error
+            code = "context_length_exceeded" if isinstance(error, LengthError) else None
+            raise ApiError(400, str(error), parameter=parameter, code=code) from error
         except BusyError as error:
             raise ApiError(429, str(error), "rate_limit_error") from error
-        pieces.prompt_tokens, pieces.cancel = len(tokens), request.cancelled.set
+        pieces.prompt_tokens, pieces.requests = [len(tokens) for tokens in given], requests
         return pieces
+
+    def _request(
+        self,
+        wanted: Any,
+        index: int,
+        tokens: torch.Tensor,
+        emit: Callable[[Piece | Exception], None],
+    ) -> Request:
+        limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
+        echo = wanted.prompt[index] if isinstance(wanted, Completion) and wanted.echo else None
+        return Request(
+            model=wanted.model,
+            prompt=tokens,
+            # As other servers do, don't refuse programs that ask for more by default.
+            max_tokens=limit if wanted.max_tokens is None else min(wanted.max_tokens, limit),
+            emit=emit,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=max(0, wanted.top_k),
+            min_p=wanted.min_p,
+            repetition_penalty=wanted.repetition_penalty,
+            seed=wanted.seed,
+            stop=tuple(filter(None, wanted.stop)),
+            likeliest=wanted.likeliest,
+            echo=self.answerer.tokenizer.decode(echo) if isinstance(echo, list) else echo,
+        )
 
 
 class _Pieces:
-    """The pieces of one answer, passed from the answering thread to the event loop."""
+    """The pieces of a request's answers, passed from the answering thread to the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, answers: int) -> None:
         self._loop = loop
-        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        self.prompt_tokens = 0
-        self.cancel: Callable[[], None] = lambda: None
+        self._queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+        self._unfinished = answers
+        self.prompt_tokens: list[int] = []
+        self.requests: list[Request] = []
 
-    def emit(self, piece: Piece | Exception) -> None:
-        """Add a piece or an error; called in the answering thread."""
+    def cancel(self) -> None:
+        """Cancel all requests."""
+        for request in self.requests:
+            request.cancelled.set()
+
+    def emit(self, index: int, piece: Piece | Exception) -> None:
+        """Add an answer's piece or an error; called in the answering thread."""
         with suppress(RuntimeError):  # the event loop is closed: the endpoint is stopping
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        while True:
-            piece = await self._queue.get()
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+        while self._unfinished:
+            index, piece = await self._queue.get()
             if isinstance(piece, UserError):
                 raise ApiError(503, str(piece), "server_error") from piece
             if isinstance(piece, Exception):
                 raise ApiError(500, f"the answer failed ({type(piece).__name__})", "server_error")
-            yield piece
-            if piece.finish_reason is not None:
-                return
+            self._unfinished -= piece.finish_reason is not None
+            yield index, piece
 
-    async def until_disconnected(self, http: HttpRequest) -> AsyncGenerator[Piece]:
+    async def until_disconnected(self, http: HttpRequest) -> AsyncGenerator[tuple[int, Piece]]:
         """Yield the pieces; cancel the request if its client disconnects or iteration stops."""
 
         async def watch() -> None:
             while not await http.is_disconnected():
                 await asyncio.sleep(_CHECK_SECONDS)
             self.cancel()
-            self.emit(ClientDisconnect())
+            self.emit(0, ClientDisconnect())
 
         watching = asyncio.create_task(watch())
         try:

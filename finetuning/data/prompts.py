@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetuning.data.formats import DataError
-from finetuning.data.rows import Row, parse_messages, parse_rows
+from finetuning.data.rows import Row, check_characters, parse_messages, parse_rows
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,24 @@ def prompt_rows(texts: Sequence[str]) -> list[Row]:
         Row(parse_prompt({"instruction": text}), f"prompt {number}", {"instruction": text})
         for number, text in enumerate(texts, start=1)
     ]
+
+
+def chat_prompt(turns: Sequence[dict[str, str]], tokenizer: Any) -> "torch.Tensor":
+    """Return the tokens before the next answer of a conversation, (tokens,) int64.
+
+    A final assistant turn is the beginning of that answer, if it isn't empty. Unlike in rows, other
+    answers can be empty, or come first. Raise a DataError if a text can't be encoded in UTF-8, or
+    the chat template rejects the conversation.
+    """
+    from finetuning.data.tokenization import tokens_of_beginning
+
+    for number, turn in enumerate(turns, start=1):
+        check_characters(f"turn {number} of 'messages'", turn["content"])
+    if turns and turns[-1]["role"] == "assistant":
+        if turns[-1]["content"]:
+            return tokens_of_beginning(Row(tuple(turns), "messages", {}), tokenizer)
+        turns = turns[:-1]
+    return tokenize_prompts([Row((*turns, _ANSWER), "messages", {})], tokenizer)[0]
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> "list[Example]":

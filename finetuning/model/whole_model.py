@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -113,16 +113,19 @@ class WholeModel:
         return result.cpu()
 
     @torch.no_grad()
-    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_probabilities(
+        self, batch: CandidateBatch, compute: Callable[..., Any] = target_log_probabilities
+    ) -> Any:
         """Compute the log-probabilities of candidate answers without dropout.
 
         Return each target's log-probability in nats, and whether no token is more likely; both are
-        (targets,).
+        (targets,). ``compute`` is this function of the output head, hidden states and labels, or
+        `likeliest_tokens` with a count.
         """
         with self._mode(training=False):
             with self._autocast():
                 hidden = self._hidden_of_candidates(batch)
-            return target_log_probabilities(self._head, hidden[batch.positions], batch.labels)
+            return compute(self._head, hidden[batch.positions], batch.labels)
 
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""

@@ -1,6 +1,6 @@
 """A model whose middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,14 +174,16 @@ class SplitModel:
         return output.cpu()
 
     @torch.no_grad()
-    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_probabilities(
+        self, batch: CandidateBatch, compute: Callable[..., Any] = target_log_probabilities
+    ) -> Any:
         """Compute log probabilities of candidate answers; see ``WholeModel.log_probabilities``."""
         self._set_up(training=False)
         hidden = hidden_of_candidates(
             head=self._head, tail=self._tail, batch=batch, exchange=self._body.exchange
         )
         self._body.end_exchanges()
-        return target_log_probabilities(self._output_head, hidden[batch.positions], batch.labels)
+        return compute(self._output_head, hidden[batch.positions], batch.labels)
 
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):

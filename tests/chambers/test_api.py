@@ -42,7 +42,7 @@ KEY = "0123456789abcdef"
 
 
 @contextmanager
-def answering(*words, key=None, **limits):
+def answering(*words, key=None, origins=(), **limits):
     """Answer in this process as the command does; yield OpenAI's client and the answerer."""
     sources = parse(["api", *map(str, words)]).sources()
     tokenizer = load_tokenizer(next(iter(sources.values())).directory)
@@ -51,7 +51,7 @@ def answering(*words, key=None, **limits):
         socket.create_server(("127.0.0.1", 0)) as listener,
         Answerer(sources, tokenizer, Limits(**given)) as answerer,
     ):
-        config = uvicorn.Config(routes(answerer, key), log_level="error")
+        config = uvicorn.Config(routes(answerer, key, origins), log_level="error")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -272,6 +272,108 @@ def test_a_text_is_continued(whole, base):
     assert [n for chunk in chunks if chunk for n in chunk.text_offset] == logprobs.text_offset
 
 
+USER = {"role": "user", "content": "who"}
+EMPTY = {"role": "assistant", "content": "", "refusal": None, "tool_calls": []}
+SAID = {"role": "assistant", "content": "costs"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "o"}]}
+# Requests that programs send, and what is asked of this endpoint.
+EQUAL = {
+    "developer": (
+        {"messages": [{"role": "developer", "content": "costs"}, USER]},
+        {"messages": [{"role": "system", "content": "costs"}, USER]},
+    ),
+    "null": (
+        {"messages": [{"role": "assistant", "content": None}, USER], "max_tokens": None},
+        {"messages": [EMPTY, USER]},
+    ),
+    "parts": ({"messages": [PARTS, EMPTY], "n": 1, "logit_bias": {}, "user": "me"}, {}),
+    "limit": ({"max_completion_tokens": None, "max_tokens": 3}, {"max_completion_tokens": 3}),
+    "too many": ({"max_tokens": 4096}, {"max_tokens": 100}),
+    "top_p": ({"top_p": 0, "temperature": 2}, {"temperature": 0}),
+    "top_k": ({"top_k": 1, "temperature": 2}, {"top_k": -1}),
+    "min_p": ({"min_p": 1, "temperature": 2, "seed": 3}, {"min_p": 0}),
+}
+
+
+@pytest.mark.parametrize(("sent", "same"), EQUAL.values(), ids=EQUAL)
+def test_what_programs_send_is_answered(whole, sent, same):
+    client, _ = whole
+    replies = []
+    for changed in (sent, same):
+        body = {"model": "global", "messages": [USER], "temperature": 0} | changed
+        reply = client.post("/chat/completions", body=body, cast_to=httpx.Response).json()
+        replies.append((reply["choices"], reply["usage"]))
+    assert replies[0] == replies[1]
+
+
+def test_an_answer_continues_the_beginning_that_is_given(whole, base):
+    client, _ = whole
+    counts = [
+        client.chat.completions.create(model="base", messages=turns, max_tokens=1).usage
+        for turns in ([USER], [USER, SAID], [SAID, USER], [SAID, USER, SAID])
+    ]
+    tokens = len(load_tokenizer(base)(SAID["content"], add_special_tokens=False)["input_ids"])
+    plain, begun, after_greeting, both = (usage.prompt_tokens for usage in counts)
+    assert begun - plain == both - after_greeting == tokens < after_greeting - plain
+
+
+def test_a_penalty_is_that_of_transformers(whole, base):
+    client, _ = whole
+    asked = {"model": "base", "prompt": "the court", "temperature": 0, "max_tokens": 9}
+    reply = client.completions.create(**asked, extra_body={"repetition_penalty": 1.8})
+    tokenizer, model = load_tokenizer(base), AutoModelForCausalLM.from_pretrained(base)
+    prompt = tokenizer("the court", return_tensors="pt")["input_ids"]
+    settings = {"do_sample": False, "max_new_tokens": 9, "repetition_penalty": 1.8}
+    output = model.generate(input_ids=prompt, **settings)
+    assert reply.choices[0].text == tokenizer.decode(output[0, prompt.shape[1] :])
+    assert reply.choices[0].text != client.completions.create(**asked).choices[0].text
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_prompts_are_scored(run_folder, tmp_path, whole, base, new):
+    """Evaluation tools send several texts, or their tokens, and read the prompts' probabilities."""
+    tokenizer, model = load_tokenizer(base), AutoModelForCausalLM.from_pretrained(base)
+    texts = QUESTIONS[1:3]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    with torch.no_grad():
+        expected = [model(input_ids=torch.tensor([each])).logits[0].log_softmax(-1) for each in ids]
+    asked = {"model": "base", "max_tokens": new, "temperature": 0, "echo": True, "logprobs": 2}
+    own, _ = adapters(run_folder)
+    with ExitStack() as stack:
+        _, files = stack.enter_context(serving_here(tmp_path, run_folder))
+        lane, _ = stack.enter_context(answering(own, "--invitation", files["alpha"]))
+        for client, prompt in ((whole[0], ids), (whole[0], texts), (lane, ids)):
+            reply = client.completions.create(prompt=prompt, **asked)
+            assert reply.usage.completion_tokens == new * len(ids)
+            for number, choice in enumerate(reply.choices):
+                assert (choice.index, choice.text.find(texts[number])) == (number, 0)
+                first, *values = choice.logprobs.token_logprobs
+                assert (first, len(values)) == (None, len(ids[number]) - 1 + new)
+                for place, token in enumerate(ids[number][1:]):
+                    row, best = expected[number][place], choice.logprobs.top_logprobs[place + 1]
+                    wanted = [float(row[token]), float(row.max())]
+                    assert [values[place], max(best.values())] == pytest.approx(wanted, abs=1e-3)
+    bare = whole[0].completions.create(prompt=texts[0], **asked | {"logprobs": None})
+    assert bare.choices[0].text.startswith(texts[0])
+
+
+def test_several_texts_are_continued_in_one_request(whole):
+    client, answerer = whole
+    asked = {"model": "base", "temperature": 0, "max_tokens": 5}
+    alone = [client.completions.create(prompt=q, **asked) for q in QUESTIONS]
+    both = client.completions.create(prompt=QUESTIONS, **asked)
+    assert [c.text for c in both.choices] == [reply.choices[0].text for reply in alone]
+    assert both.usage.total_tokens == sum(reply.usage.total_tokens for reply in alone)
+    texts = [""] * len(QUESTIONS)
+    for chunk in client.completions.create(prompt=QUESTIONS, stream=True, **asked):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [c.text for c in both.choices]
+    for prompt, reason in (([[10**6]], "not a token"), (["a"] * 65, "at most 64"), ([], "prompt")):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            client.completions.create(prompt=prompt, **asked)
+    assert not answerer.waiting
+
+
 QUESTIONS_AT_ONCE = [f"{a} {b}" for a in QUESTIONS for b in ("and", "or", "of", "town")]
 
 
@@ -395,16 +497,21 @@ def test_a_full_queue_is_refused(run_folder):
 BAD = {
     "model": ({"model": "gpt"}, 404, "no such model; available: .*global"),
     "length": ({"messages": [{"role": "user", "content": "a " * 500}]}, 400, "1 to 64"),
-    "max_tokens": ({"max_tokens": 10**9}, 400, "at most 100"),
-    "no tokens": ({"max_tokens": 0}, 400, "greater than or equal to 1"),
-    "type": ({"temperature": "0"}, 400, "temperature: Input should be a valid number"),
-    "role": ({"messages": [{"role": "x", "content": "a"}]}, 400, "needs the role"),
-    "no messages": ({"messages": []}, 400, "messages: "),
+    "no tokens": ({"max_tokens": 0}, 400, "'max_tokens': expected greater than or equal to 1"),
+    "type": ({"temperature": "0"}, 400, "Invalid type for 'temperature': expected a valid number"),
+    "role": (
+        {"messages": [{"role": "x"}]},
+        400,
+        r"'messages\[0\].role': expected 'system'",
+    ),
+    "tool": ({"messages": [{"role": "tool"}]}, 400, r"\[0\].role': tools are not supported\."),
+    "no messages": ({"messages": None}, 400, "Missing required parameter: 'messages'"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
-    "tools": ({"tools": [{"type": "function"}]}, 400, "tools: "),
-    "stop": ({"stop": ["a"] * 5}, 400, "stop.*at most 4 items"),
-    "choices": ({"n": 2}, 400, "n: Input should be 1"),
+    "tools": ({"tools": [{"type": "function"}]}, 400, "'tools': tools are not supported; leave"),
+    "stop": ({"stop": ["a"] * 5}, 400, "'stop': .*at most 4 items"),
+    "choices": ({"n": 2}, 400, "'n': each request has one answer"),
     "format": ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    "unknown": ({"typical_p": 0.5}, 400, "Unknown parameter: 'typical_p'"),
 }
 
 
@@ -439,6 +546,13 @@ def test_a_key_is_needed_where_there_is_one(run_folder, tmp_path, capsys):
     own, _ = adapters(run_folder)
     with answering(own, key=KEY) as (client, _):
         assert ask(client, "who")
+        headers = {
+            "authorization": f"bearer {KEY}",
+            "content-type": "Application/JSON; charset=utf-8",
+        }
+        body = json.dumps({"model": "base", "prompt": "who", "max_tokens": 1})
+        assert httpx.post(f"{client.base_url}completions", headers=headers, content=body).is_success
+        assert httpx.get(str(client.base_url.copy_with(path="/health"))).json() == {"status": "ok"}
         for key in ("", " 0123456789abcdeF", " " + "é" * 16):
             headers = {"authorization": f"Bearer{key}".encode()}
             found = httpx.get(f"{client.base_url}models", headers=headers)
@@ -449,6 +563,19 @@ def test_a_key_is_needed_where_there_is_one(run_folder, tmp_path, capsys):
     assert "add --key-file" in refused(capsys, "api", own, "--listen", "0.0.0.0:0")
     (tmp_path / "key").write_text("short")
     assert "openssl" in refused(capsys, "api", own, "--key-file", tmp_path / "key")
+
+
+def test_only_named_origins_may_send_requests(whole, base):
+    named = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    other = named | {"origin": "https://other.example"}
+    with answering("--model", base, origins=[named["origin"]]) as (client, _):
+        for url, headers, allowed in (
+            (client.base_url, named, named["origin"]),
+            (client.base_url, other, None),
+            (whole[0].base_url, named, None),
+        ):
+            found = httpx.options(f"{url}chat/completions", headers=headers).headers
+            assert found.get("access-control-allow-origin") == allowed
 
 
 def test_models_that_can_t_be_served_together_are_refused(run_folder, base, tmp_path, capsys):
