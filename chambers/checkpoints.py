@@ -165,7 +165,9 @@ def _losses(run: RunFolder, adapter: Path) -> dict[str, tuple[float, float]]:
         events = [e for e in read_events(run.directory / METRICS) if e["event"] == "evaluate"]
     except ValueError as error:
         raise CommandError(str(error)) from error
-    last = {(e["client"], e["model"]): float(e["loss"]) for e in events if "loss" in e}
+    last = {
+        (e["client"], e["model"]): float(e["loss"]) for e in events if e.get("loss") is not None
+    }
     name = adapter.resolve().name
     kind = "global" if name == "global" else "personalised"
     return {

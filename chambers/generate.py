@@ -1,6 +1,5 @@
 """``chambers generate``: generate text with a whole or a split model."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from chambers.errors import CommandError
 from chambers.sources import DRAFT_HELP, AdapterOptions, argument, check_output, count, option
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
-from finetuning.files import filling
+from finetuning.files import filling, json_text
 
 if TYPE_CHECKING:
     from chambers.models import Draft, Source
@@ -93,8 +92,7 @@ class Generate(AdapterOptions):
             for row, text in zip(rows, texts, strict=True):
                 line = text
                 if self.output:
-                    content = row.fields | {"generated": text}
-                    line = json.dumps(content, ensure_ascii=False, default=str)
+                    line = json_text(row.fields | {"generated": text})
                 print(line, file=output, flush=True)
         return 0
 

@@ -1,11 +1,13 @@
 """Write files and folders atomically, report full disks, and locate the cache folder."""
 
+import base64
 import errno
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,9 +124,29 @@ def write_file(target: Path, content: str | bytes) -> None:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON, which lacks some values of Python and Parquet.
+
+    Numbers that aren't finite become null, bytes become base64, and other objects their text.
+    """
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
 def write_json(target: Path, content: Any) -> None:
-    """Write or replace an indented JSON file; see `replacing`."""
-    write_file(target, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    """Write or replace an indented JSON file; see `json_text` and `replacing`."""
+    write_file(target, json_text(content, indent=1) + "\n")
 
 
 def write_secret(target: Path, content: bytes) -> None:

@@ -1,6 +1,5 @@
 """The results folder of a run: adapters, metrics, checkpoints and report."""
 
-import json
 import os
 import platform
 import shutil
@@ -20,7 +19,14 @@ from federation.run_config import ConfigError, RunConfig
 from federation.run_folder import METRICS, RunStatus, results_folder, write_status
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
-from finetuning.files import filling, remove_unfinished, remove_whole, replacing, write_json
+from finetuning.files import (
+    filling,
+    json_text,
+    remove_unfinished,
+    remove_whole,
+    replacing,
+    write_json,
+)
 from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
@@ -83,7 +89,7 @@ class Results:
         event = _printable(event)
         with filling(self.directory):
             with self._metrics.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(event, ensure_ascii=False) + "\n")
+                lines.write(json_text(event) + "\n")
             self._plot(event)
 
     def _plot(self, event: Mapping[str, Any]) -> None:

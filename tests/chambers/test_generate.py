@@ -2,11 +2,15 @@
 
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+from datetime import date
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from peft import PeftModel
@@ -186,6 +190,17 @@ def test_half_a_surrogate_pair_in_an_unused_field_is_kept(base, tmp_path, capsys
     file.write_text('{"instruction": "a", "note": "\\ud83d"}\n')
     told(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
     assert json.loads(output.read_text())["note"] == "\ud83d"
+
+
+def test_fields_that_json_lacks_are_written_as_json(base, tmp_path, capsys):
+    file, output = tmp_path / "rows.parquet", tmp_path / "output.jsonl"
+    fields = {"scores": [[0.5, math.nan, -math.inf]], "scan": [{"bytes": b"\xff"}]}
+    table = pyarrow.table({"instruction": ["a"], "day": [date(2026, 1, 2)], **fields})
+    pyarrow.parquet.write_table(table, file)
+    told(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
+    row = json.loads(output.read_text(), parse_constant=pytest.fail)
+    assert (row["scores"], row["scan"]) == ([0.5, None, None], {"bytes": "/w=="})
+    assert row["day"] == "2026-01-02"
 
 
 def test_seeds_decide_what_is_drawn(base, capsys):
