@@ -28,7 +28,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from bench.harness import make_table
 from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
-from finetuning.data.rows import Row, parse_messages
+from finetuning.data.layouts import parse_messages
+from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model

@@ -10,6 +10,7 @@ import click
 import typer
 
 from chambers.checkpoints import Convert, Merge
+from chambers.data import Data
 from chambers.endpoint.chat import Chat
 from chambers.endpoint.command import Api
 from chambers.errors import described
@@ -34,6 +35,7 @@ typer.core.HAS_RICH = False
 _NAMES: dict[type, str] = {}  # full names, such as "chambers site check"
 _COMMANDS = {
     "train": Train,
+    "data": Data,
     "run": Run,
     "stop": Stop,
     "status": Status,

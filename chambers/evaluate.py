@@ -18,8 +18,8 @@ from chambers.sources import (
     global_adapter,
     option,
 )
+from finetuning.data.files import find_part
 from finetuning.data.formats import DataError
-from finetuning.data.rows import find_part
 from finetuning.evaluation.bertscore import EncoderError, find_encoder
 from finetuning.files import write_json
 from finetuning.settings import ModelSettings
@@ -196,7 +196,7 @@ class Evaluate(BaseModelOptions):
         )
         folder = folders[0] if folders else self.data
         file = find_part(folder, task.held_out)
-        if file is None or (not folders and len(self._names()) > 1):
+        if not file or (not folders and len(self._names()) > 1):
             raise CommandError(
                 f"{name}: there is no {self.data / task.folder / task.held_out}.jsonl (nor .json, "
                 ".csv or .parquet)"

@@ -120,7 +120,7 @@ class Generate(AdapterOptions):
         if sys.stdin.isatty():
             print("one prompt per line; Ctrl-D ends the input", file=sys.stderr)
         try:
-            lines = [line.strip() for line in sys.stdin]
+            lines = [line.lstrip("\ufeff").strip() for line in sys.stdin]
         except UnicodeDecodeError as error:
             raise CommandError(
                 f"standard input is not {error.encoding}: {error.reason} at byte {error.start + 1}"

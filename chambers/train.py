@@ -14,17 +14,16 @@ import typer
 from chambers.actors import checkpoint_of, count_actors, plan, resources_of, this_machine
 from chambers.app_folder import PROJECT, presets, write_app
 from chambers.cluster import join
+from chambers.data import check_data
 from chambers.errors import CommandError
 from chambers.sources import argument, count
-from federation.run_config import RunConfig, Scalar, parse_run_config
+from federation.run_config import RunConfig, Scalar, leaves, parse_run_config
 from federation.run_folder import METRICS, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
-from finetuning.data.formats import DataError, is_data_set_id, is_hub_id, read_values
-from finetuning.data.rows import client_folders, find_parts
+from finetuning.data.files import client_folders
+from finetuning.data.formats import is_hub_id
 from finetuning.model.checkpoint import count_blocks, problem_of
 from finetuning.model.names import BUILT_IN, TINY, resolve
-from finetuning.settings import DataSettings
-from finetuning.tasks.reading import held_out_part, read_task_rows
 
 GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
@@ -117,13 +116,13 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
     for setting in settings:
         key, assigned, text = setting.partition("=")
         if assigned:
-            keys[key.strip()] = _parse_value(text.strip())
+            keys[key.strip()] = _parse_value(key.strip(), text.strip())
             continue
         file = Path(setting)
         if not file.is_file():
             file = presets().get(setting, file)
         try:
-            tables |= _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+            tables |= _flatten(tomllib.loads(file.read_text("utf-8-sig")))
         except OSError as error:
             raise CommandError(
                 f"{setting} is neither KEY=VALUE nor a file of settings ({error.strerror}) nor a "
@@ -147,8 +146,12 @@ def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _parse_value(text: str) -> Scalar:
+def _parse_value(key: str, text: str) -> Scalar:
     """Parse a TOML scalar; strings need no quotation marks, since the shell removes them."""
+    # The value of a setting that is text may look like a number: data.pool=1.
+    is_text = any(own == key and field.annotation is str for own, field, _ in leaves(RunConfig()))
+    if is_text and not text.startswith(("'", '"')):
+        return text
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -176,14 +179,12 @@ def count_clients(settings: Mapping[str, Any]) -> int:
 
 
 def check_inputs(config: RunConfig, clients: int) -> None:
-    """Check the data, the initial adapter and the run to resume, before the run starts.
+    """Check the initial adapter or the run to resume, and the data, before the run starts.
 
     Raise ``CommandError`` if a file is missing or can't be used. Raise ``ConfigError`` if the run
     can't be resumed with this config. Raise ``DataError`` if rows are malformed; the
     message names files and lines.
     """
-    if config.data.path:
-        _check_data(config.data, clients)
     if config.resume:
         run = Path(config.resume).expanduser()
         check_resumable(run, config)
@@ -193,6 +194,8 @@ def check_inputs(config: RunConfig, clients: int) -> None:
             check_folder(Path(config.initial_adapter).expanduser())
         except AdapterError as error:
             raise CommandError(f"initial-adapter: {error}") from error
+    if config.data.path:
+        check_data(config, clients)
 
 
 def _check_clients(run: Path, clients: int, sample: float) -> None:
@@ -255,46 +258,3 @@ def _check_model(config: RunConfig) -> None:
         problem = config.split.problem_with(blocks, name)
         if problem is not None:
             raise CommandError(problem)
-
-
-def _check_data(settings: DataSettings, clients: int) -> None:
-    path = Path(settings.path).expanduser()
-    if not path.is_absolute():
-        if not is_data_set_id(settings.path):
-            raise CommandError(f'data.path = "{path}": there is no such file or folder')
-        try:
-            next(read_values(settings.path), None)
-        except DataError as error:
-            raise CommandError(
-                f'data.path = "{path}": there is no such file or folder, and no data set with this '
-                f"id can be read: {error.__cause__}"
-            ) from error
-        return
-    if not path.exists():
-        raise CommandError(f'data.path = "{path}" doesn\'t exist')
-    folders = client_folders(path)
-    if not folders:
-        rows = _check_rows(path, settings)
-        if rows is not None and rows < clients:
-            raise CommandError(f"{path}: {rows} rows can't be divided among {clients} clients")
-        return
-    if settings.pool:
-        chosen = folders if settings.pool == "*" else [path / n for n in settings.pooled_names]
-    elif clients > len(folders):
-        names = ", ".join(folder.name for folder in folders)
-        raise CommandError(f"--clients {clients}: {path} has {len(folders)} clients ({names})")
-    else:
-        chosen = folders[:clients]
-    for folder in chosen:
-        _check_rows(folder, settings)
-
-
-def _check_rows(path: Path, settings: DataSettings) -> int | None:
-    """Check the training and held-out rows of a data set; return their number.
-
-    Return None, without reading rows, if bad rows are skipped or a file is in Parquet format.
-    """
-    files = [file for file in find_parts(path, held_out_part(settings)) if file is not None]
-    if settings.skip_bad_rows or any(file.suffix == ".parquet" for file in files):
-        return None
-    return sum(len(read_task_rows(file, settings)) for file in files)

@@ -9,9 +9,11 @@ import numpy as np
 from flwr.common import log
 
 from federation.run_config import Scalar
+from finetuning.data.files import client_folders, find_parts
 from finetuning.data.formats import DataError, is_data_set_id
+from finetuning.data.layouts import parse_messages
 from finetuning.data.partition import partition
-from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
+from finetuning.data.rows import Row
 from finetuning.generated import STYLES, examples, matters
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
@@ -192,13 +194,10 @@ class _Reader:
         return self.hold_out(name, train) if test is None else ClientData(name, train, test)
 
     def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
-        """Read ``path/train.*`` and ``path/test.*``, or the single file ``path``.
-
-        A task may use a different name for the held-out part.
-        """
-        train, test = find_parts(path, held_out_part(self.settings))
-        rows = read_task_rows(train, self.settings)
-        return rows, None if test is None else read_task_rows(test, self.settings)
+        """Read the training and held-out rows of a folder, or of the single file ``path``."""
+        files = find_parts(path, held_out_part(self.settings))
+        rows = read_task_rows(files.train, self.settings)
+        return rows, read_task_rows(files.held_out, self.settings) if files.held_out else None
 
     def share(self, train: list[Row], test: list[Row] | None, index: int, count: int) -> ClientData:
         """Return one client's share of a data set."""

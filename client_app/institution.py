@@ -12,6 +12,7 @@ from flwr.common import log
 from client_app.data import read_client_data
 from federation.run_config import RunConfig, Scalar
 from finetuning.data.prompts import prompts_of_answers
+from finetuning.data.rows import print_left_out
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
 from finetuning.model.base_model import load_tokenizer, locate
@@ -107,18 +108,18 @@ def _open(config: RunConfig, node: tuple[tuple[str, Scalar], ...]) -> Institutio
     data = read_client_data(config.data, dict(node), config.seed)
     check_positions(directory, config.row_with_answer)
     tokenizer = load_tokenizer(directory)
-    parts, divided = {}, {}
+    parts, divided, used = {}, {}, {}
+    leave_out = print_left_out if config.data.skip_bad_rows else None
     for part, rows in (("training", data.train), ("held-out", data.test)):
-        parts[part], report = tokenize(rows, tokenizer, config.data.max_length)
+        parts[part], report = tokenize(rows, tokenizer, config.data.max_length, leave_out)
         divided[part] = report.rows_divided
+        used[part] = [row for i, row in enumerate(rows) if i not in report.rejected]
         log(INFO, "%s: %d %s examples", data.name, len(parts[part]), part)
-        if report.inputs_shortened or report.outputs_shortened or report.left_out:
-            counts = report.inputs_shortened, report.outputs_shortened, report.left_out
-            text = (
-                "%s: of the %s examples, %d have shortened inputs, %d have shortened outputs, and "
-                "%d were left out (data.max-length = %d)"
-            )
-            log(WARNING, text, data.name, part, *counts, config.data.max_length)
+        if report.cut:
+            text = "%s: of the %s examples: %s (data.max-length = %d)"
+            log(WARNING, text, data.name, part, report.cut, config.data.max_length)
+        if unused := dict.fromkeys(key for row in rows for key in row.unused):
+            log(WARNING, "%s: columns not used: %s", data.name, ", ".join(unused))
         if report.without_end_mark:
             text = (
                 "%s: the chat template writes no end mark after the answers of %d %s examples, so "
@@ -127,15 +128,15 @@ def _open(config: RunConfig, node: tuple[tuple[str, Scalar], ...]) -> Institutio
             log(WARNING, text, data.name, report.without_end_mark, part)
     asked: list[Example] = []
     if config.evaluate.generate:
-        rows = data.test[: config.evaluate.generate_examples]
+        rows = used["held-out"][: config.evaluate.generate_examples]
         asked = prompts_of_answers(rows, tokenizer, config.data.max_length)
     return Institution(
         name=data.name,
-        size=len(data.train),
+        size=len(used["training"]),
         train=parts["training"],
         test=parts["held-out"],
         asked=asked,
-        lines=len({row.origin for row in data.train}),
+        lines=len({row.origin for row in used["training"]}),
         rows_divided=divided["training"],
         padding=tokenizer.pad_token_id,
         directory=directory,

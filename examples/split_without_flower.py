@@ -12,7 +12,8 @@ from pathlib import Path
 
 import split
 from finetuning.adapters.adapter import initial_adapter, load_state, save_adapter
-from finetuning.data.rows import Row, parse_messages
+from finetuning.data.layouts import parse_messages
+from finetuning.data.rows import Row
 from finetuning.data.tokenization import tokenize
 from finetuning.generated import examples
 from finetuning.model.base_model import load_tokenizer, locate

@@ -4,6 +4,7 @@ In averages, an institution counts with at most this number (docs/robustness.md)
 a file on the coordinator's machine, which ``chambers site admit`` writes.
 """
 
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import platformdirs
@@ -32,7 +33,7 @@ def read_agreed_rows() -> dict[str, int]:
     """
     file = _file()
     try:
-        return _ROWS.validate_json(file.read_bytes(), strict=True)
+        return _ROWS.validate_json(file.read_bytes().removeprefix(BOM_UTF8), strict=True)
     except FileNotFoundError:
         return {}
     except (OSError, ValidationError) as error:

@@ -318,6 +318,8 @@ def _explain(
     reason = problem["msg"].removeprefix("Value error, ")
     if key not in fields:
         return f"  {reason}"
+    if problem["type"] == "string_type":
+        reason = "must be text, in quotation marks"
     return f"  {key} = {values.get(key)!r}: {reason} (allowed: {allowed(fields[key])})"
 
 

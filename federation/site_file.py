@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, field_validator
 
-from federation.names import is_name
+from federation.names import RULE, is_name
 from federation.run_config import Scalar
 from federation.site_policy import AbsolutePath, PolicyError, Table, explain
 
@@ -25,7 +25,7 @@ class SiteFile(Table):
     name: str = Field(description="The institution's name in every run.")
     data_path: AbsolutePath = Field(
         description="A file of training rows, or a folder with `train.jsonl` and, optionally, "
-        "`test.jsonl`, or with a single file ([formats](training.md#data))."
+        "`test.jsonl` ([formats](training.md#data))."
     )
     policy: AbsolutePath = Field(
         "",
@@ -39,10 +39,7 @@ class SiteFile(Table):
     @classmethod
     def _is_name(cls, name: str) -> str:
         if not is_name(name):
-            raise ValueError(
-                "must be at most 64 letters, digits, ' ', '.', '_' or '-', at most 200 bytes, with "
-                "a letter, digit or '_' at both ends"
-            )
+            raise ValueError(RULE)
         return name
 
 
@@ -56,7 +53,7 @@ def read_site_file(path: Path) -> SiteFile:
         raise PolicyError(f"{VARIABLE} = {str(path)!r} must be an absolute path")
     try:
         _refuse_foreign(path)
-        site = SiteFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        site = SiteFile.model_validate(tomllib.loads(path.read_text("utf-8-sig")))
         if site.policy:
             _refuse_foreign(Path(site.policy))
     except ValidationError as error:

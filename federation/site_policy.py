@@ -223,7 +223,7 @@ def read_policy(path: str) -> SitePolicy:
     if not Path(path).is_absolute():
         raise PolicyError(f"the path of the site's policy, {path!r}, must be absolute")
     try:
-        policy = SitePolicy.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        policy = SitePolicy.model_validate(tomllib.loads(Path(path).read_text("utf-8-sig")))
     except ValidationError as error:
         mistakes = "; ".join(explain(dict(problem)) for problem in error.errors())
         raise PolicyError(f"the site's policy {path} is invalid: {mistakes}") from error
@@ -245,4 +245,6 @@ def explain(problem: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key; docs/policy.md lists all keys"
     reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "string_type":
+        reason = "must be text, in quotation marks"
     return f"{key}: {reason}" if key else reason

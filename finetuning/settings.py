@@ -7,7 +7,17 @@ from these models and those in ``split/settings.py``.
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from finetuning.data.layouts import COLUMNS
 
 
 def kebab_case(name: str) -> str:
@@ -109,8 +119,9 @@ class DataSettings(Section):
         "",
         description="Absolute path, for simulations: a folder with one folder per client "
         "(`court/train.jsonl`, `court/test.jsonl`, …), or one data set (a file, a folder with "
-        "`train.*`, or a Hugging Face id) that is partitioned. Empty: three generated clients. In "
-        "a deployment, each institution sets its own path in its [site file](policy.md).",
+        "`train.*`, or a Hugging Face id, such as `owner/name:configuration:split@revision`) that "
+        "is partitioned. Empty: three generated clients. In a deployment, each institution sets "
+        "its own path in its [site file](policy.md).",
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
@@ -166,6 +177,12 @@ class DataSettings(Section):
         description="Share of a client's rows to hold out if its data has no test file. Questions "
         "on the same passage, as in MultiRC, stay together, even in an `iid` partition.",
     )
+    columns: str = Field(
+        "",
+        description='Columns with other names, such as `"prompt=frage,completion=antwort"`: '
+        "pairs of one of `" + "`, `".join(COLUMNS) + "` and the file's column, separated by "
+        "commas. Other columns are then not used.",
+    )
     max_length: int = Field(
         800,
         ge=16,
@@ -175,6 +192,23 @@ class DataSettings(Section):
     skip_bad_rows: bool = Field(
         False, description="Leave out malformed rows, with a warning, instead of refusing to start."
     )
+
+    @property
+    def names_of_columns(self) -> dict[str, str]:
+        """The names in `COLUMNS` of ``columns``, by the file's columns; empty without them."""
+        pairs = [pair.partition("=") for pair in self.columns.split(",") if pair.strip()]
+        return {own.strip(): known.strip() for known, _, own in pairs}
+
+    @model_validator(mode="after")
+    def _names_columns(self) -> "DataSettings":
+        names, pairs = self.names_of_columns, self.columns.strip(" ,").split(",")
+        known = set(names.values())
+        if self.columns and (not known <= {*COLUMNS} or "" in names or len(known) < len(pairs)):
+            raise ValueError(
+                f'data.columns = "{self.columns}" must have different names of columns, such as '
+                f'"prompt=frage,completion=antwort", each for one of {", ".join(COLUMNS)}'
+            )
+        return self
 
     @property
     def pooled_names(self) -> list[str]:

@@ -23,7 +23,7 @@ from federation.messages import (
     metrics_of,
     problem_of,
 )
-from federation.names import is_name
+from federation.names import RULE, folded, is_name
 from finetuning.model.fingerprint import differences
 from split.protocol.errors import printable
 
@@ -94,17 +94,14 @@ def reason_to_refuse_registration(
     if problem := problem_of(reply):
         return problem
     if not is_name(name):
-        return (
-            f"the name {printable(name, 64)!r} must be at most 64 letters, digits, spaces, '.', "
-            "'_' or '-' (at most 200 bytes), with a letter, digit or '_' at both ends"
-        )
+        return f"the name {printable(name, 64)!r} {RULE}"
     if assigned and name != assigned:
         return (
             f"its SuperNode is registered as {assigned!r} (flwr supernode register --name), but "
             f"its site file has name {name!r}; make them equal"
         )
     # Names are used as folder names, and some file systems are case-insensitive.
-    if name.casefold() in {other.casefold() for other in taken}:
+    if folded(name) in map(folded, taken):
         return (
             f"another SuperNode is already named {name!r} (names are case-insensitive); give each "
             "SuperNode a different name"

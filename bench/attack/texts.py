@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from bench.attack.cells import Sizes
-from finetuning.data.rows import Row, parse_messages
+from finetuning.data.layouts import parse_messages
+from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import examples
 from finetuning.settings import DataSettings

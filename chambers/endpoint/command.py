@@ -141,7 +141,7 @@ class Api(ModelsOptions):
     def _key(self) -> str | None:
         if self.key_file is None:
             return None
-        key = read_bytes(self.key_file).decode("ascii", errors="replace").strip()
+        key = read_bytes(self.key_file).decode("utf-8-sig", errors="replace").strip()
         if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable():
             raise CommandError(
                 f"--key-file {self.key_file}: the key must have at least {_MIN_KEY_LENGTH} "

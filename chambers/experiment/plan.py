@@ -112,7 +112,7 @@ def read_experiment(file: Path) -> Experiment:
     Raise ``CommandError`` if the file or a preset is unreadable, or a key is wrong.
     """
     try:
-        experiment = Experiment.model_validate(tomllib.loads(read_bytes(file).decode()))
+        experiment = Experiment.model_validate(tomllib.loads(read_bytes(file).decode("utf-8-sig")))
     except ValidationError as error:
         problems = (
             f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}"

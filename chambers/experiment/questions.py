@@ -7,7 +7,9 @@ from pathlib import Path
 from chambers.errors import CommandError
 from chambers.train import GENERATED_CLIENTS
 from federation.run_config import RunConfig
-from finetuning.data.rows import Row, client_folders, find_parts, parse_messages
+from finetuning.data.files import client_folders, find_parts
+from finetuning.data.layouts import parse_messages
+from finetuning.data.rows import Row
 from finetuning.generated import matters
 from finetuning.randomness import derive_seed
 from finetuning.tasks.question import Question
@@ -67,8 +69,8 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
 
 
 def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
-    file = find_parts(path, held_out_part(config.data))[1]
-    if file is None:
+    file = find_parts(path, held_out_part(config.data)).held_out
+    if not file:
         raise CommandError(f"{path} has no held-out rows ({held_out_part(config.data)}.*)")
     task = TASKS.get(config.data.task)
     questions = read_questions(file, task)[:count] if task and task.is_cloze else []

@@ -8,8 +8,9 @@ from typing import Any
 
 from chambers.errors import CommandError
 from finetuning.data.formats import DataError
+from finetuning.data.layouts import check_characters
 from finetuning.data.prompts import parse_prompt
-from finetuning.data.rows import check_characters, parse_rows
+from finetuning.data.rows import parse_rows
 
 _SHOWN = 3
 

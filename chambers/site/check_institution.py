@@ -22,8 +22,8 @@ from federation.authentication import parse_public_key, read_public_key
 from federation.site_file import VARIABLE, SiteFile, read_site_file
 from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker
+from finetuning.data.files import find_parts
 from finetuning.data.formats import DataError
-from finetuning.data.rows import find_parts
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
@@ -156,11 +156,11 @@ def _data(site: SiteFile, task: str) -> str:
         raise CommandError(f"--task {task}: {error.errors()[0]['msg']}") from error
     try:
         path = Path(site.data_path)
-        train, test = find_parts(path, held_out_part(settings))
-        rows = len(read_task_rows(train, settings))
+        parts = find_parts(path, held_out_part(settings))
+        rows = len(read_task_rows(parts.train, settings))
         held_out = (
-            f"{len(read_task_rows(test, settings))} held-out rows"
-            if test
+            f"{len(read_task_rows(parts.held_out, settings))} held-out rows"
+            if parts.held_out
             else "no held-out rows of its own"
         )
     except DataError as error:

@@ -124,7 +124,7 @@ def print_digests(*files: Path) -> None:
 
 def read_environment(file: Path) -> dict[str, str]:
     """Read a file of environment variables as systemd and Compose do."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text("utf-8-sig").splitlines()
     pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
     return {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
 

@@ -23,7 +23,11 @@ _DATED = (
 )
 
 
-class TurnsChangeError(ValueError):
+class ChatTemplateError(ValueError):
+    """The template rejects a conversation, or can't be used at all; the message may quote text."""
+
+
+class TurnsChangeError(ChatTemplateError):
     """The template renders a turn differently depending on later turns."""
 
 
@@ -32,7 +36,7 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
 
     Return the text, and the (start, end) indices of each answer (or only the last), end mark
     included. Raise a TurnsChangeError if the template renders a turn differently depending on later
-    turns.
+    turns, or a ChatTemplateError if it fails or omits an answer.
     """
     if not tokenizer.chat_template:
         text, spans = _render_plain(messages, tokenizer)
@@ -45,6 +49,8 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
         if not text.startswith(until):
             raise TurnsChangeError("the chat template changes earlier turns")
         spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
+        if messages[index]["content"].strip() and spans[-1][0] == spans[-1][1]:
+            raise ChatTemplateError("the chat template omits the answer")
     return text, spans
 
 
@@ -72,7 +78,7 @@ def _control_tokens(tokenizer: Any, _: str) -> re.Pattern[str]:
     """
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
     text = ""
-    with suppress(TemplateError):  # the template may require a system turn
+    with suppress(ChatTemplateError):  # the template may require a system turn
         text = _apply(tokenizer, turns) if tokenizer.chat_template else ""
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
     closing = {token for token in added if token.startswith("</")}
@@ -119,13 +125,17 @@ def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
 
 
 def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:
-    template = tokenizer.get_chat_template()
-    text = tokenizer.apply_chat_template(
-        list(messages),
-        chat_template=_DATED + template if "strftime_now" in template else template,
-        tokenize=False,
-        # Rows contain no reasoning; empty reasoning that a template adds would be a target.
-        enable_thinking=False,
-        **options,
-    )
+    try:
+        template = tokenizer.get_chat_template()
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=_DATED + template if "strftime_now" in template else template,
+            tokenize=False,
+            # Rows contain no reasoning; empty reasoning that a template adds would be a target.
+            enable_thinking=False,
+            **options,
+        )
+    except Exception as error:  # A template is a program, which can fail in any way.
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise ChatTemplateError(f"{kind}{error}") from error
     return str(text)

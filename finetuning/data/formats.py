@@ -2,54 +2,84 @@
 
 import csv
 import glob
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from finetuning.errors import UserError
 
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+_GZIP = ".gz"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+# An id, and optionally ``:configuration``, ``:configuration:split`` or ``::split``, and a revision.
+_DATA_SET_ID = re.compile(
+    rf"(?P<path>{_HUB_ID.pattern})(:(?P<name>[\w.-]*)(:(?P<split>\w[\w.-]*))?)?"
+    r"(@(?P<revision>\w[\w./-]*))?"
+)
 
 
 class DataError(UserError, ValueError):
     """Data is missing or malformed; the message names files, lines and reasons.
 
-    ``message`` quotes nothing from the data; ``quoted``, which is the message of another library,
-    may quote data.
+    ``message`` quotes nothing from the data, unless ``public`` is given, which then replaces it
+    where data must not be quoted. ``quoted``, such as the message of another library or the names
+    of columns, may quote data.
     """
 
-    def __init__(self, message: str, quoted: str = "") -> None:
+    def __init__(self, message: str, quoted: str = "", public: str = "") -> None:
         super().__init__(f"{message}: {quoted}" if quoted else message)
-        self._without_quotes = message
+        self._without_quotes = public or message
 
     @property
     def public(self) -> str:
-        """The message without text from other libraries."""
+        """The message without text from the data or from other libraries."""
         return self._without_quotes
 
 
 def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """Yield each row's origin and raw value; the value of an unreadable row is a `DataError`.
 
-    ``path`` is a file in a supported format, or the id of a data set with a split ``train``. Raise
-    a DataError if the file or data set is missing, or no further rows of it can be read.
+    ``path`` is a file in a supported format, or the id of a data set (see `is_data_set_id`), of
+    which the split ``train`` is the default. Raise a DataError if the file or data set is missing,
+    or no further rows of it can be read.
     """
     if isinstance(path, str):
         source = f"{path} is not an absolute path, and the data set with this id"
-        yield from _number(path, _stream(path, source))
+        found = _DATA_SET_ID.fullmatch(path)
+        options = {key: text for key, text in found.groupdict().items() if text} if found else {}
+        yield from _number(path, _stream(source, **{"path": path, **options}))
         return
     if not path.is_file():
         raise DataError(f"{path} is not a file")
-    if path.suffix not in FORMATS:
-        raise DataError(f"{path}: the format must be one of {', '.join(FORMATS)}")
-    readers = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv_rows, ".parquet": _parquet}
+    readers = {".json": _json_array, ".csv": _csv_rows, ".parquet": _parquet}
+    suffix = format_of(path)
+    if suffix is None:
+        raise DataError(
+            f"{path}: the format must be one of {', '.join(FORMATS)}; all but the last may be "
+            f"compressed ({FORMATS[0]}{_GZIP})"
+        )
     try:
-        yield from readers[path.suffix](path)
-    except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror or error}") from error
+        yield from readers.get(suffix, _json_lines)(path)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} can't be read: {reason}") from error
+
+
+def format_of(path: Path) -> str | None:
+    """Return the suffix of the file's format in lower case, or None if it isn't supported."""
+    name = path.name.lower()
+    suffix = Path(name.removesuffix(_GZIP)).suffix
+    # Parquet has compression of its own.
+    return suffix if suffix in FORMATS[: -1 if name.endswith(_GZIP) else None] else None
+
+
+def _open(path: Path) -> Any:
+    return gzip.open(path) if path.name.lower().endswith(_GZIP) else path.open("rb")
 
 
 def is_hub_id(text: str) -> bool:
@@ -58,8 +88,11 @@ def is_hub_id(text: str) -> bool:
 
 
 def is_data_set_id(text: str) -> bool:
-    """Return whether a text has the form of a data set id, but not of a relative file path."""
-    return is_hub_id(text) and Path(text).suffix not in FORMATS
+    """Return whether a text names a data set of the Hub, and doesn't look like a file's path.
+
+    ``owner/name:configuration:split@revision`` has all parts; all but the name are optional.
+    """
+    return _DATA_SET_ID.fullmatch(text) is not None and format_of(Path(text)) is None
 
 
 def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -68,13 +101,13 @@ def _number(path: Path | str, values: Iterable[Any]) -> Iterator[tuple[str, Any]
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             origin = f"{path}:{number}"
             try:
-                yield origin, _parse_json(line)
+                yield origin, parse_json(line)
             except DataError as error:
                 yield origin, error
 
@@ -82,18 +115,23 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
     """Read an array of rows, or JSON Lines, which often use the suffix ``.json`` too."""
     try:
-        value = _parse_json(path.read_bytes())
+        with _open(path) as file:
+            value = parse_json(file.read())
     except DataError as error:
         if getattr(error.__cause__, "msg", None) != "Extra data":
-            raise DataError(f"{path}: {error}") from error
+            raise DataError(f"{path}: {error}", public=f"{path}: {error.public}") from error
         yield from _json_lines(path)
         return
     yield from _number(path, value if isinstance(value, list) else [value])
 
 
-def _parse_json(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
+    """Parse JSON; raise a DataError if it is malformed, or an object has a key twice."""
     try:
-        return json.loads(data.decode("utf-8-sig")) if data.strip() else []
+        text = data.decode("utf-8-sig")
+        return json.loads(text, object_pairs_hook=_object) if data.strip() else []
+    except DataError:
+        raise
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
@@ -105,10 +143,24 @@ def _parse_json(data: bytes) -> Any:
         raise DataError("JSON has a number with too many digits") from error
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    refuse_duplicates([key for key, _ in pairs], "has a key twice")
+    return dict(pairs)
+
+
+def refuse_duplicates(names: list[str], what: str) -> None:
+    """Raise a DataError with the names that occur more than once, if any."""
+    if len(set(names)) < len(names):
+        raise DataError(what, ", ".join(sorted({repr(n) for n in names if names.count(n) > 1})))
+
+
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Read each cell as text without conversion, because a number or "NA" can be an answer."""
     csv.field_size_limit(2**31 - 1)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with (
+        _open(path) as content,
+        io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
         # Strict, because otherwise an unclosed quote would extend to the end of the file.
         reader = csv.reader(file, strict=True)
         columns: list[str] = []
@@ -121,6 +173,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             if cells is None:
                 return
+            if not columns and cells == ["sep=", ""]:  # Excel's mark that cells end with commas
+                continue
             if not columns:
                 columns = [cell.strip() for cell in cells]
                 _check_header(path, columns)
@@ -136,11 +190,13 @@ def _check_header(path: Path, columns: list[str]) -> None:
         raise DataError(f"{path} is not UTF-8") from None
     if len(columns) == 1 and (";" in line or "\t" in line):
         raise DataError(f"{path}: the cells of the header must be separated by commas")
+    refuse_duplicates(columns, f"{path} has two columns of the same name")
 
 
 def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataError:
     if len(cells) != len(columns):
-        return DataError(f"has {len(cells)} cells, but the header has {len(columns)}")
+        counts = f"has {len(cells)} cells, but the header has {len(columns)}"
+        return DataError(counts, ", ".join(map(repr, columns)))
     try:
         "".join(cells).encode()
     except UnicodeEncodeError:
@@ -149,14 +205,14 @@ def _table_row(columns: list[str], cells: list[str]) -> dict[str, str] | DataErr
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    return _number(path, _stream("parquet", path, data_files=glob.escape(str(path))))
+    return _number(path, _stream(path, path="parquet", data_files=glob.escape(str(path))))
 
 
-def _stream(reader: str, source: Path | str, **options: str) -> Iterable[Any]:
+def _stream(source: Path | str, **options: str) -> Iterable[Any]:
     """Stream rows with ``datasets``, so that the library's cache keeps no copy of private text."""
     from datasets import load_dataset
 
     try:
-        yield from load_dataset(reader, split="train", streaming=True, **options)
+        yield from load_dataset(**{"split": "train", **options}, streaming=True)
     except Exception as error:  # Third-party readers can raise any exception.
         raise DataError(f"{source} can't be read", str(error)) from error

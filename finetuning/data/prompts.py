@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetuning.data.formats import DataError
-from finetuning.data.rows import Row, check_characters, parse_messages, parse_rows
+from finetuning.data.layouts import check_characters, parse_row
+from finetuning.data.rows import Row, parse_rows
 
 if TYPE_CHECKING:
     import torch
@@ -22,19 +23,10 @@ _ANSWER = {"role": "assistant", "content": _PLACEHOLDER}
 def parse_prompt(value: Any) -> tuple[dict[str, str], ...]:
     """Convert a row to a conversation that ends with a placeholder for the answer.
 
-    Rows have the forms of `parse_messages`, but ``output`` or a final answer turn is optional.
-    Raise a DataError with the reason if the value is not such a row.
+    Rows have the layouts of `parse_row`, but the last answer is optional. Raise a
+    DataError with the reason if the value is not such a row.
     """
-    if not isinstance(value, dict):
-        return parse_messages(value)
-    turns = value.get("messages")
-    if turns in (None, ""):
-        return parse_messages({**value, "output": _PLACEHOLDER})
-    if not isinstance(turns, list) or not turns:
-        return parse_messages(value)
-    answered = isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"
-    question = turns[:-1] if answered else turns
-    return parse_messages({"messages": [*question, _ANSWER]})
+    return parse_row("", value, answer=_PLACEHOLDER).messages
 
 
 def read_prompts(path: Path) -> list[Row]:

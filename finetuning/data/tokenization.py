@@ -9,18 +9,24 @@ import copy
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from tokenizers import pre_tokenizers
 
-from finetuning.data.chat_template import Messages, Spans, TurnsChangeError, guarded, render
+from finetuning.data.chat_template import (
+    ChatTemplateError,
+    Messages,
+    Spans,
+    TurnsChangeError,
+    guarded,
+    render,
+)
 from finetuning.data.formats import DataError
-from finetuning.data.rows import Row
+from finetuning.data.rows import LeaveOut, Row, report_problems
 
 _ROWS_AT_ONCE = 1000
 
@@ -47,11 +53,14 @@ class _Conversation:
     text: str
     spans: Spans
     guard: str  # see `guarded`
+    context: Set[int]  # indices of answers that are not targets
 
     @classmethod
-    def of(cls, messages: Messages, tokenizer: Any, only_last: bool) -> "_Conversation":
+    def of(
+        cls, messages: Messages, tokenizer: Any, only_last: bool, context: Set[int] = frozenset()
+    ) -> "_Conversation":
         guard, written = guarded(messages, tokenizer)
-        return cls(messages, only_last, *render(written, tokenizer, only_last), guard)
+        return cls(messages, only_last, *render(written, tokenizer, only_last), guard, context)
 
 
 @dataclass(frozen=True)
@@ -73,26 +82,50 @@ class TokenizationReport:
     # Examples from which a model doesn't learn to stop, because the chat template writes no mark
     # after answers.
     without_end_mark: int = 0
+    rejected: set[int] = field(default_factory=set)  # indices of rows that the template rejects
+    cut_rows: set[int] = field(default_factory=set)  # indices of rows shortened or left out
+
+    @property
+    def cut(self) -> str:
+        """The effect of ``data.max-length`` in words; empty if there is none."""
+        counts = {
+            "inputs shortened": self.inputs_shortened,
+            "answers shortened": self.outputs_shortened,
+            "left out because no answer fits": self.left_out,
+        }
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
 def tokenize(
-    rows: Sequence[Row], tokenizer: Any, max_length: int = sys.maxsize
+    rows: Sequence[Row],
+    tokenizer: Any,
+    max_length: int = sys.maxsize,
+    leave_out: LeaveOut | None = None,
 ) -> tuple[list[Example], TokenizationReport]:
     """Tokenize conversations with the tokenizer's chat template, or in FedJudge's plain form.
 
     Every returned example has at least one target. A template that renders earlier turns
     differently depending on later turns produces one example per answer instead of one per row.
-    Raise a DataError if the template rejects a row, or no example has an output that fits.
+    Call ``leave_out`` for rows that the template rejects; without it, raise a DataError. Raise one
+    if no example has an output that fits.
     """
     examples: list[Example] = []
     report = TokenizationReport()
+    problems: list[tuple[str, DataError]] = []
     marks = _marks(tokenizer)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
-        of_rows = [_conversations(row, tokenizer) for row in rows[first : first + _ROWS_AT_ONCE]]
+        of_rows = []
+        for row, unrendered in enumerate(rows[first : first + _ROWS_AT_ONCE], start=first):
+            try:
+                of_rows.append(_conversations(unrendered, tokenizer))
+            except DataError as reason:
+                problems.append((unrendered.origin, reason))
+                report.rejected.add(row)
+                of_rows.append([])
         report.rows_divided += sum(len(of_row) > 1 for of_row in of_rows)
         conversations = [conversation for of_row in of_rows for conversation in of_row]
         indices = [row for row, of_row in enumerate(of_rows, start=first) for _ in of_row]
-        encoded = _encode(conversations, tokenizer)
+        encoded = _encode(conversations, tokenizer) if conversations else []
         for row, fitted, tokens in zip(indices, conversations, encoded, strict=True):
             was_shortened = False
             while len(tokens.input_ids) > max_length:
@@ -108,6 +141,8 @@ def tokenize(
                 row=row,
                 origin=rows[row].origin,
             )
+            if example is None or was_shortened or len(tokens.input_ids) > max_length:
+                report.cut_rows.add(row)
             if example is None:
                 report.left_out += 1
             else:
@@ -115,6 +150,10 @@ def tokenize(
                 report.inputs_shortened += was_shortened
                 report.outputs_shortened += len(tokens.input_ids) > max_length
                 examples.append(example)
+    what = "rows can't be used with the model (data.skip-bad-rows=true leaves them out of training)"
+    report_problems(problems, len(rows), leave_out, what)
+    if not examples and len(problems) == len(rows):
+        raise DataError("the chat template rejects all rows")
     if not examples:
         raise DataError(
             f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "
@@ -134,7 +173,12 @@ def tokens_of_beginning(row: Row, tokenizer: Any) -> torch.Tensor:
     text = "".join(turn["content"] for turn in row.messages)
     end = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
     probed = replace(row, messages=(*before, {**last, "content": last["content"] + end}))
-    conversation = _conversations(probed, tokenizer)[-1]
+    try:
+        conversation = _conversations(probed, tokenizer)[-1]
+    except DataError as reason:
+        raise DataError(
+            f"{row.origin}: {reason}", public=f"{row.origin}: {reason.public}"
+        ) from None
     until = conversation.text.rindex(end)
     spans = [(start, min(after, until)) for start, after in conversation.spans]
     (tokens,) = _encode(
@@ -151,7 +195,7 @@ def end_marks(tokenizer: Any) -> set[int]:
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     try:
         conversation = _Conversation.of(turns, tokenizer, True)
-    except (TemplateError, TurnsChangeError):  # The template may require a system turn.
+    except ChatTemplateError:  # The template may require a system turn.
         return set()
     (tokens,) = _encode([conversation], tokenizer)
     return _end_marks(tokens, _marks(tokenizer))
@@ -169,15 +213,19 @@ def _marks(tokenizer: Any) -> frozenset[int]:
 
 
 def _conversations(row: Row, tokenizer: Any) -> list[_Conversation]:
-    """Render a row as a whole, or once for each answer if the template requires it."""
+    """Render a row as a whole, or once for each answer if the template requires it.
+
+    Raise a DataError without the row's origin if the template rejects the row.
+    """
     ends = [i + 1 for i, turn in enumerate(row.messages) if turn["role"] == "assistant"]
+    ends = [end for end in ends if end - 1 not in row.context]
     try:
         try:
-            return [_Conversation.of(row.messages[: ends[-1]], tokenizer, False)]
+            return [_Conversation.of(row.messages[: ends[-1]], tokenizer, False, row.context)]
         except TurnsChangeError:
             return [_Conversation.of(row.messages[:end], tokenizer, True) for end in ends]
-    except (TemplateError, TurnsChangeError) as error:
-        raise DataError(f"{row.origin}: the chat template rejects this row", str(error)) from error
+    except ChatTemplateError as error:
+        raise DataError("the chat template rejects this row", str(error)) from error
 
 
 def _encode(conversations: Sequence[_Conversation], tokenizer: Any) -> list[_Tokens]:
@@ -263,18 +311,18 @@ def _example(
 ) -> Example | None:
     """Return an example of at most ``max_length`` tokens, or None if no target remains."""
     is_target = torch.zeros(min(len(tokens.input_ids), max_length), dtype=torch.bool)
-    for first, after in tokens.spans:
+    turns = conversation.messages
+    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+    spans = zip(tokens.spans[::-1], answers[::-1], strict=False)
+    learnt = [(span, index) for span, index in spans if index not in conversation.context]
+    for (first, after), _ in learnt:
         is_target[first:after] = True
     # The first token can't be predicted, because no token precedes it.
     is_target[:1] = False
     if not is_target.any():
         return None
-    turns = conversation.messages
-    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     prompt_length, last = next(
-        (max(first, 1), index)
-        for (first, after), index in zip(tokens.spans[::-1], answers[::-1], strict=False)
-        if first < min(after, max_length)
+        (max(first, 1), index) for (first, after), index in learnt if first < min(after, max_length)
     )
     return Example(
         tokens=torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64),
@@ -302,6 +350,6 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     # One removal may not be enough. Remove at least one character, so that the caller's loop ends.
     longest["content"] = content[: min(end, len(content) - 1)].replace(guard, "").rstrip()
     try:
-        return _Conversation.of(messages, tokenizer, conversation.only_last)
-    except (TemplateError, TurnsChangeError):  # The template may reject an empty input.
+        return _Conversation.of(messages, tokenizer, conversation.only_last, conversation.context)
+    except ChatTemplateError:  # The template may reject an empty input.
         return None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetuning.data.formats import DataError
-from finetuning.data.rows import parse_messages
+from finetuning.data.layouts import parse_messages
 from finetuning.tasks.question import Question, text_of
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetuning.data.formats import DataError
-from finetuning.data.rows import check_characters
+from finetuning.data.layouts import check_characters
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,10 @@ def label_of(row: Mapping[str, Any], names: Mapping[Any, str]) -> str:
     if "label" not in row:
         raise DataError("has no 'label' (SuperGLUE's test parts are published without labels)")
     label = row["label"]
-    # Compare types too, because True equals 1.
     for known, name in names.items():
+        # In CSV, labels are text. Otherwise, compare types too, because True equals 1.
+        if isinstance(label, str) and label.strip().lower() == str(known).lower():
+            return name
         if type(known) is type(label) and known == label:
             return name
     raise DataError(f"'label' must be {' or '.join(map(repr, names))}")

@@ -11,8 +11,9 @@ import torch
 
 from finetuning.data.candidates import Continuation
 from finetuning.data.formats import DataError
+from finetuning.data.layouts import question_and_answer
 from finetuning.data.prompts import prompt_rows
-from finetuning.data.rows import Row, question_and_answer
+from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.evaluation.generation import Answering, generate_texts
 from finetuning.evaluation.log_probabilities import Scoring, log_probabilities

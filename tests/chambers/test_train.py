@@ -96,7 +96,7 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
         clients = ["--clients", "4"] if "data.path" in setting else []
         assert reason in refused(capsys, "train", *good, setting, *clients), setting
     refusal = refused(capsys, "train", *good, f"data.path={tmp_path / 'clients'}")
-    assert f"{tmp_path}/clients/one/test.jsonl:1: has neither 'messages' nor 'output'" in refusal
+    assert f"{tmp_path}/clients/one/test.jsonl:1: has no answer (output, " in refusal
 
 
 @pytest.mark.parametrize("model", ["tiny", "deep_checkpoint"])

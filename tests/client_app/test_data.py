@@ -38,7 +38,7 @@ def three_folders(tmp_path):
     for name in ("court", "firm", "hospital"):
         write(tmp_path / name / "train.jsonl", numbered(f"{name} train", 20))
         write(tmp_path / name / "test.jsonl", numbered(f"{name} test", 3))
-    write(tmp_path / "notes" / "todo.jsonl", ["no client's"])
+    write(tmp_path / ".trash" / "train.jsonl", ["no client's"])
     (tmp_path / "README.md").write_text("about this data")
     return tmp_path
 
@@ -155,7 +155,7 @@ def test_what_can_t_be_pooled_is_refused(three_folders, tmp_path):
 
 def test_two_formats_of_one_part_are_refused(three_folders):
     write(three_folders / "firm" / "train.json", numbered("firm", 2))
-    with pytest.raises(DataError, match=r"firm has train\.jsonl and train\.json; keep one"):
+    with pytest.raises(DataError, match=r"firm has train\.json and train\.jsonl; keep one"):
         simulated(three_folders, 1, 3)
 
 
@@ -379,5 +379,5 @@ def test_a_task_s_published_files_are_divided_into_prompts(tmp_path):
         assert {*outputs(client.train)} == {*outputs(client.test)}
         assert client.train[0].messages[0]["content"].startswith('"train ')
         assert client.test[0].messages[0]["content"].startswith('"val ')
-    with pytest.raises(DataError, match="has neither 'messages' nor"):
+    with pytest.raises(DataError, match="has no question"):
         simulated(tmp_path, 0, 3)

@@ -28,7 +28,7 @@ def file(tmp_path):
         ("data-path", "# data-path", "data-path: Field required"),
         ('data-path = "/', 'data-path = "', "data-path: must be an absolute path"),
         ("policy =", 'policy = ""\n#', "policy: must be an absolute path"),
-        ("policy =", "policy = false\n#", "policy: Input should be a valid string"),
+        ("policy =", "policy = false\n#", "policy: must be text, in quotation marks"),
         ("policy.toml", "missing.toml", "missing.toml can't be read: No such file"),
         ("name", "name = ", "is not TOML"),
     ],

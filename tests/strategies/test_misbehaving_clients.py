@@ -409,7 +409,7 @@ def test_malformed_rows_are_refused_before_training_by_file_and_line(values, tmp
     bad = tmp_path / "data" / "beta" / "train.jsonl"
     bad.write_text(bad.read_text() + '{"instruction": "a"}\n')
     own = values | {"state-path": str(tmp_path), "data.path": str(tmp_path / "data")}
-    with pytest.raises(RefusedError, match=r"beta/train\.jsonl:5: has neither"):
+    with pytest.raises(RefusedError, match=r"beta/train\.jsonl:5: has no answer"):
         start(own, SpyingGrid(own), MemoryJournal())
     journal = MemoryJournal()
     own |= {"data.skip-bad-rows": True, "rounds": 1}

@@ -1,6 +1,7 @@
 """Reading rows: the same result for every format, and a message for every kind of error."""
 
 import csv
+import gzip
 import json
 import os
 import subprocess
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetuning.data.formats import DataError
-from finetuning.data.rows import find_part, parse_messages, read_rows
+from finetuning.data.layouts import parse_messages
+from finetuning.data.rows import print_left_out, read_rows
 
 RECORDS = [
     {"instruction": "Answer.", "input": "Is it void?", "output": "Yes.", "court": "north"},
@@ -101,14 +103,21 @@ def test_what_windows_programs_write_is_read(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + "".join(lines).encode() + b"\r\n")
     assert [row.fields for row in read_rows(path)] == RECORDS
     path = tmp_path / "rows.csv"
-    path.write_bytes("\ufeffinstruction, input,output\r\nAsk,,Answer\r\n\r\n".encode())
-    assert read_rows(path)[0].messages[1]["content"] == "Answer"
+    for before in ("", "sep=,\r\n"):
+        text = f"\ufeff{before}Instruction, input,output\r\nAsk,,Answer\r\n\r\n"
+        path.write_bytes(text.encode())
+        assert read_rows(path)[0].messages[1]["content"] == "Answer"
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"instruction;output\nsecret;b\n", "must be separated by commas"),
+        (b"sep=;\ninstruction;output\nsecret;b\n", "must be separated by commas"),
+        (
+            b"output,note,note,output\na,,,secret\n",
+            "two columns of the same name: 'note', 'output'",
+        ),
         ("instruction,output\nsecret,b\n".encode("utf-16"), "is not UTF-8"),
     ],
 )
@@ -125,6 +134,18 @@ def test_separators_of_unicode_are_not_line_ends(tmp_path):
     assert read_rows(path)[0].fields == record
 
 
+@pytest.mark.parametrize("name", ["rows.NDJSON", "Rows.jsonl.gz", "rows.json.GZ", "rows.csv.gz"])
+def test_files_may_be_compressed_and_their_names_in_upper_case(tmp_path, name):
+    plain = write(tmp_path / name.lower().replace("ndjson", "jsonl").removesuffix(".gz"), RECORDS)
+    content = plain.read_bytes()
+    plain.unlink()
+    is_zipped = name.lower().endswith(".gz")
+    (tmp_path / name).write_bytes(gzip.compress(content) if is_zipped else content)
+    rows = read_rows(tmp_path / name)
+    assert [row.fields for row in rows] == RECORDS
+    assert all(str(tmp_path / name) in row.origin for row in rows)
+
+
 def test_long_cells_and_unusual_folder_names(tmp_path):
     folder = tmp_path / "court [2024] {a,b} *"
     folder.mkdir()
@@ -139,17 +160,18 @@ MALFORMED = [
     ('{"instruction": "secret", "output": "\\ud83d"}', "'output' has a lone surrogate"),
     ('["secret"]', "expected an object, found list"),
     ("null", "found NoneType"),
-    ('{"instruction": "secret"}', "neither 'messages' nor 'output'"),
-    ('{"question": "secret", "answer": "x"}', "neither 'messages' nor 'instruction' and 'output'"),
-    ('{"instruction": "secret", "output": null}', "neither 'messages' nor 'output'"),
+    ('{"instruction": "secret"}', "has no answer (output, completion"),
+    ('{"frage": "secret", "antwort": "x"}', "can name other columns: found 'frage', 'antwort'"),
+    ('{"instruction": "secret", "output": null}', "found 'instruction'"),
+    ('{"output": "secret", "instruction": "x", "output": "y"}', "has a key twice: 'output'"),
     ('{"instruction": "secret", "output": " \\n"}', "'output' is empty"),
-    ('{"instruction": " ", "output": "secret"}', "'instruction' and 'input' are both empty"),
+    ('{"instruction": " ", "output": "secret"}', "'instruction' is empty"),
     ('{"instruction": "secret", "output": 5}', "'output' must be text, found int"),
     ('{"instruction": "secret", "output": "x", "input": ["y"]}', "'input' must be text"),
     ('{"messages": "secret"}', "must be a list of turns"),
-    ('{"messages": []}', "must be a list of turns"),
+    ('{"messages": []}', "found 'messages'"),
     ('{"messages": [5]}', "turn 1 of 'messages' needs the role"),
-    ('{"messages": [{"role": "human", "content": "secret"}]}', "system, user or assistant"),
+    ('{"messages": [{"role": "tool", "content": "secret"}]}', "system, user or assistant"),
     ('{"messages": [{"role": ["user"], "content": "secret"}]}', "system, user or assistant"),
     ('{"messages": [{"role": "user", "content": null}]}', "needs text as 'content'"),
     ('{"messages": [{"role": "user", "content": "secret"}]}', "no assistant turn"),
@@ -178,7 +200,7 @@ def test_a_malformed_row_is_named_with_its_reason(tmp_path, line, reason):
     assert reason in message
     assert "1 of 3 rows" in message
     assert "secret" not in message  # logs leave the institution
-    assert len(read_rows(path, skip_bad=True)) == 2
+    assert len(read_rows(path, print_left_out)) == 2
 
 
 def test_all_malformed_rows_are_reported_at_once(tmp_path, capsys):
@@ -189,21 +211,25 @@ def test_all_malformed_rows_are_reported_at_once(tmp_path, capsys):
         (line,) = [line for line in message.splitlines() if f"{path}:{number}: " in line]
         assert reason in line
     assert "data.skip-bad-rows" in message
-    read_rows(path, skip_bad=True)
+    read_rows(path, print_left_out)
     assert capsys.readouterr().out.count("left out: ") == 15
 
 
 def test_a_thousand_malformed_rows_don_t_make_a_thousand_lines(tmp_path):
-    message = refusal(lines_of(tmp_path / "rows.jsonl", *["{}"] * 1000))
+    message = refusal(lines_of(tmp_path / "rows.jsonl", *["{}", "[]"] * 500))
     assert len(message.splitlines()) < 30
     assert "1000 of 1000 rows" in message
     assert "and 980 more" in message
+    # A single fault, such as that of a header, is one.
+    message = refusal(lines_of(tmp_path / "rows.csv", "Export", *["secret,b"] * 99))
+    assert "rows.csv:2: has 2 cells, but the header has 1: 'Export'" in message
+    assert "all other rows, for the same reason" in message and "rows.csv:3" not in message
 
 
 def test_nothing_good_left_is_refused_even_when_bad_rows_are_skipped(tmp_path):
     path = lines_of(tmp_path / "rows.jsonl", "{}", "[]")
     with pytest.raises(DataError, match="no rows in"):
-        read_rows(path, skip_bad=True)
+        read_rows(path, print_left_out)
 
 
 def test_malformed_rows_of_a_table_are_named_by_line(tmp_path):
@@ -232,11 +258,11 @@ def test_malformed_rows_of_a_table_are_named_by_line(tmp_path):
     ]:
         assert f"{path}:{line}: {reason}" in message
     assert "6 of 8 rows" in message
-    assert len(read_rows(path, skip_bad=True)) == 2
+    assert len(read_rows(path, print_left_out)) == 2
 
 
 def test_malformed_rows_of_an_array_and_of_parquet_are_named_by_number(tmp_path):
-    bad = [RECORDS[0], {"instruction": "a", "output": 5}, {"messages": [{}]}, "text"]
+    bad = [RECORDS[0], {"instruction": "a", "output": 5}, {"messages": [{"id": 1}]}, "text"]
     message = refusal(write(tmp_path / "rows.json", bad))
     assert "3 of 4 rows" in message
     for number, reason in [(2, "'output' must be text"), (3, "turn 1"), (4, "found str")]:
@@ -245,7 +271,7 @@ def test_malformed_rows_of_an_array_and_of_parquet_are_named_by_number(tmp_path)
     bad = [{"instruction": "a", "output": b"bytes"}, {"instruction": None, "output": b"x"}]
     message = refusal(write(tmp_path / "rows.parquet", bad))
     assert "rows.parquet, row 1: 'output' must be text, found bytes" in message
-    assert "rows.parquet, row 2: has neither 'messages' nor 'instruction'" in message
+    assert "rows.parquet, row 2: has no question (" in message
 
 
 def test_files_that_are_not_what_they_seem(tmp_path):
@@ -267,19 +293,10 @@ def test_files_that_are_not_what_they_seem(tmp_path):
     assert "is not a file" in refusal(tmp_path)
     message = refusal(lines_of(tmp_path / "rows.txt", json.dumps(RECORDS[0])))
     assert "rows.txt" in message
-    assert ".jsonl, .json, .csv, .parquet" in message
-
-
-def test_a_part_is_found_in_whatever_format_but_only_one(tmp_path):
-    assert find_part(tmp_path, "train") is None
-    csv_file = write(tmp_path / "train.csv", RECORDS)
-    lines_of(tmp_path / "train.txt", "notes")
-    (tmp_path / "train.json").mkdir()
-    assert find_part(tmp_path, "train") == csv_file
-    assert find_part(tmp_path, "test") is None
-    write(tmp_path / "train.jsonl", RECORDS)
-    with pytest.raises(DataError, match=r"train\.jsonl and train\.csv; keep one"):
-        find_part(tmp_path, "train")
+    assert ".jsonl, .ndjson, .json, .csv, .parquet" in message
+    for content in (b"{", gzip.compress(b"{}" * 99)[:-9]):
+        path = lines_of(tmp_path / "rows.jsonl.gz", content)
+        assert f"{path} can't be read: " in refusal(path)
 
 
 READ_ALL = """
@@ -371,9 +388,9 @@ def test_any_value_is_a_conversation_or_refused_with_a_reason(value):
 def test_any_bytes_are_read_or_refused(tmp_path_factory, lines, suffix, has_header):
     path = tmp_path_factory.getbasetemp() / f"any{suffix}"
     path.write_bytes(b"\n".join([b"instruction,output"] * has_header + lines))
-    for skip_bad in (False, True):
+    for leave_out in (None, lambda origin, reason: None):
         try:
-            rows = read_rows(path, skip_bad=skip_bad)
+            rows = read_rows(path, leave_out)
         except DataError as error:
             assert str(path) in str(error)
         else:

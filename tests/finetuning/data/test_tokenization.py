@@ -1,6 +1,7 @@
 """The targets are the answers' tokens, for every template, tokenizer and text."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -219,8 +220,50 @@ def test_a_system_turn_that_the_template_refuses_is_named(tokenizer_of):
     assert tokenize([row_of(*CONVERSATION)], tokenizer, 500)[0]
     with pytest.raises(DataError, match=r"rows\.jsonl:7: .*no system role"):
         tokenize([row_of(("system", "Be brief."), *CONVERSATION)], tokenizer, 500)
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: the chat template rejects this row"):
-        tokenize([row_of(*CONVERSATION)], tokenizer_of("byte_level_bpe", "{{ a.b.c }}"), 500)
+    # A row that is rejected can also be left out.
+    told, bad = [], row_of(("system", "Be brief."), *CONVERSATION)
+    rows = [bad, row_of(*CONVERSATION), bad]
+    examples, report = tokenize(rows, tokenizer, 500, lambda *left_out: told.append(left_out))
+    assert [example.row for example in examples] == [1] and report.rejected == {0, 2}
+    assert [origin for origin, _ in told] == [bad.origin] * 2
+    with pytest.raises(DataError, match="rejects all rows"):
+        tokenize([bad], tokenizer, 500, lambda origin, reason: None)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ a.b.c }}", "'a' is undefined"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ({"tool_use": CHATML}, "ValueError: This model has multiple chat templates"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "omits the answer",
+        ),
+    ],
+)
+def test_errors_of_a_template_are_told(tokenizer_of, template, reason):
+    tokenizer = copy.deepcopy(tokenizer_of("byte_level_bpe"))
+    tokenizer.chat_template = template
+    assert end_marks(tokenizer) == set()
+    told = rf"rows\.jsonl:7: the chat template rejects this row: .*{reason}"
+    with pytest.raises(DataError, match=told):
+        tokenize([row_of(*CONVERSATION)], tokenizer, 500)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_answers_that_are_context_are_not_targets(tokenizer_of, name):
+    style = STYLES[name]
+    tokenizer = tokenizer_of("byte_level_bpe", style.template)
+    answers = [index for index, (role, _) in enumerate(CONVERSATION) if role == "assistant"]
+    for index in answers:
+        row = replace(row_of(*CONVERSATION), context=frozenset(answers) - {index})
+        (example,), _ = tokenize([row], tokenizer, 500)
+        learnt = CONVERSATION[index][1]
+        assert target_texts(tokenizer, example) == [style.target(learnt)]
+        assert example.reference == learnt
 
 
 def test_turns_after_the_last_answer_are_dropped(tokenizer_of):

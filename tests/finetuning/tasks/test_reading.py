@@ -128,7 +128,7 @@ EMPTY = {"passage": {"text": "The court.", "questions": [_ASKED]}}
         ("record", without("record", "passage", "entities"), "needs a list in 'entities'"),
         ("record", ROWS["record"] | {"qas": [3]}, "each of 'qas' must be an object"),
         ("xsum", without("xsum", "summary"), "needs text in 'summary'"),
-        ("court", without("court", "output"), "has neither 'messages' nor 'output'"),
+        ("court", without("court", "output"), "has no answer"),
     ],
 )
 def test_malformed_rows_are_named(write, name, row, reason):

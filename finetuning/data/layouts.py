@@ -1,0 +1,253 @@
+"""Convert rows in the layouts that other tools use to conversations, and tell what is not used.
+
+Roles and columns have the names of the Hugging Face Hub, TRL, axolotl and LLaMA-Factory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetuning.data.formats import DataError, parse_json, refuse_duplicates
+
+_CHATS = ("messages", "conversations")
+_QUESTIONS = ("instruction", "prompt", "question", "query", "input")
+_MORE = ("input", "context")  # texts that follow the question
+_ANSWERS = ("output", "completion", "response", "answer")
+_SYSTEMS = ("system", "system_prompt")
+# Names that ``data.columns`` can assign to columns.
+COLUMNS = (*_CHATS, *_QUESTIONS, "context", *_ANSWERS, *_SYSTEMS, "history")
+# Columns that an answer may depend on, but that can't be used.
+_REFUSED = ("tools", "functions", "image", "images", "audio", "audios", "video", "videos")
+_ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
+_ROLES |= dict.fromkeys(("assistant", "gpt", "model", "bot"), "assistant")
+_IS_LEARNT = ("weight", "train")  # keys of turns in OpenAI's and axolotl's layouts
+# Keys of turns that say nothing to the model.
+_ABOUT_TURNS = ("id", "name", "index", "model", "date", "time", "timestamp", "created_at", "lang")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation: turns with the keys ``role`` (system, user, assistant) and ``content``."""
+
+    messages: tuple[dict[str, str], ...]
+    origin: str  # file and line (or row number) that the row was read from
+    fields: dict[str, Any]  # the unconverted row, for partitioning by one of its columns
+    layout: str = ""  # the columns that were used, such as "instruction, output"
+    context: frozenset[int] = frozenset()  # indices of answers that are not learnt
+    unused: tuple[str, ...] = ()  # columns, and keys of turns, with content that was not used
+
+
+def question_and_answer(question: str, answer: str) -> tuple[dict[str, str], ...]:
+    """Return a conversation of one question and its answer."""
+    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+
+
+def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
+    """Return the turns of `parse_row`."""
+    return parse_row("", value).messages
+
+
+def parse_row(
+    origin: str, value: Any, columns: Mapping[str, str] | None = None, answer: str | None = None
+) -> Row:
+    """Convert a list of turns, or a question and its answer (`COLUMNS`), to a conversation.
+
+    ``columns`` maps names of the row's columns to `COLUMNS`; other columns are then not used.
+    ``answer`` replaces the row's last answer, which may be missing. Raise a DataError with the
+    reason if the value is not such a row, or a column would be lost that the model needs.
+    """
+    if not isinstance(value, dict):
+        raise DataError(f"expected an object, found {type(value).__name__}")
+    # A name that begins with a tab is none of COLUMNS.
+    own = {k: columns.get(k, f"\t{k}") if columns else k.strip().lower() for k in value}
+    refuse_duplicates(list(own.values()), "has two columns of the same name")
+    reader = _Reader({own[k]: v for k, v in value.items() if not _is_empty(v)}, answer)
+    chat = next((key for key in _CHATS if key in reader.found), None)
+    if "chosen" in reader.found or "rejected" in reader.found:
+        raise DataError(
+            "has preferences ('chosen', 'rejected'), which can't be learnt; to learn the chosen "
+            'answers, set data.columns to "prompt=prompt,completion=chosen", or to '
+            '"messages=chosen" if they are lists of turns'
+        )
+    if chat:
+        reader.add_turns(chat, is_last=True)
+        reader.add_system()
+    else:
+        reader.add_pair([own[key] for key, content in value.items() if content is not None])
+    return reader.row(origin, value, own)
+
+
+@dataclass
+class _Reader:
+    """Collects the turns of a row, and the names of the columns that were used."""
+
+    found: Mapping[str, Any]  # columns that aren't empty
+    answer: str | None
+    turns: list[tuple[str, str, bool]] = field(default_factory=list)  # role, content, is learnt
+    used: list[str] = field(default_factory=list)
+    unused: set[str] = field(default_factory=set)
+
+    def add_system(self) -> None:
+        """Add the system turn at the beginning, unless there is one."""
+        key = next((key for key in _SYSTEMS if key in self.found), None)
+        if key and [role for role, *_ in self.turns[:1]] != ["system"]:
+            self.turns.insert(0, ("system", self.text(key), False))
+
+    def add_pair(self, present: Sequence[str]) -> None:
+        """Add a question and its answer; ``present`` includes columns with blank text."""
+        question, answer = (
+            next((key for names in (self.found, present) for key in known if key in names), "")
+            for known in (_QUESTIONS, _ANSWERS)
+        )
+        if not question or not (answer or self.answer):
+            if "text" in self.found:
+                raise DataError("has only 'text', without an answer to learn from; divide the text")
+            wanted = ("answer", _ANSWERS) if question else ("question", (*_CHATS, *_QUESTIONS))
+            raise DataError(
+                f"has no {wanted[0]} ({', '.join(wanted[1])}); data.columns can name other columns",
+                f"found {', '.join(repr(key.strip()) for key in present) or 'nothing'}",
+            )
+        self.add_system()
+        if "history" in self.found:
+            self.add_turns("history")
+        before = len(self.turns)
+        if isinstance(self.found.get(question), list):
+            self.add_turns(question)
+            # As in TRL, only the completion is learnt.
+            self.turns[before:] = [(*turn[:2], False) for turn in self.turns[before:]]
+        else:
+            texts = [question, *(key for key in _MORE if key in self.found and key != question)]
+            self.turns.append(("user", "\n".join(map(self.text, texts)), False))
+        if self.answer is not None:
+            self.turns.append(("assistant", self.answer, True))
+            self.used += _ANSWERS
+        elif isinstance(self.found.get(answer), list):
+            self.add_turns(answer)
+        else:
+            self.turns.append(("assistant", self.text(answer), True))
+
+    def text(self, key: str) -> str:
+        """Return a column's text, and note that the column was used."""
+        text = self.found.get(key)
+        if text is None:
+            raise DataError(f"{key!r} is empty")
+        if not isinstance(text, str):
+            raise DataError(f"{key!r} must be text, found {type(text).__name__}")
+        check_characters(repr(key), text)
+        self.used.append(key)
+        return text
+
+    def add_turns(self, name: str, is_last: bool = False) -> None:
+        """Add the turns of a column; ``is_last`` if the row's last answer is among them."""
+        turns = self.found[name]
+        if isinstance(turns, str) and turns.lstrip().startswith("["):  # as in CSV
+            turns = parse_json(turns.encode(errors="surrogatepass"))
+        if not isinstance(turns, list) or not turns:
+            raise DataError(f"{name!r} must be a list of turns")
+        if name == "history":  # also [question, answer], …
+            turns = [
+                turn
+                for item in turns
+                for turn in (question_and_answer(*item) if _is_pair(item) else [item])
+            ]
+        replaced = self.answer if is_last else None
+        if replaced is not None and isinstance(turns[-1], dict):
+            turns = turns[:-1] if _ROLES.get(_role(turns[-1])) == "assistant" else turns
+        for number, turn in enumerate(turns, start=1):
+            self._add_turn(turn, f"turn {number} of {name!r}")
+        if replaced is not None:
+            self.turns.append(("assistant", replaced, True))
+        self.used.append(name)
+
+    def _add_turn(self, turn: Any, where: str) -> None:
+        role = _ROLES.get(_role(turn)) if isinstance(turn, dict) else None
+        if role is None:
+            raise DataError(
+                f"{where} needs the role system, user or assistant (calls of tools can't be used)"
+            )
+        text_key = "value" if turn.get("content") is None else "content"
+        for key, content in turn.items():
+            if key in _ABOUT_TURNS and not _is_empty(content):
+                self.unused.add(f"{key} of turns")
+            elif key not in ("role", "from", text_key, *_IS_LEARNT) and not _is_empty(content):
+                raise DataError(f"{where} has a key that can't be used; remove it", repr(key))
+        weights = [turn[key] for key in _IS_LEARNT if turn.get(key) is not None]
+        if any(weight not in (0, 1) for weight in weights):
+            raise DataError(f"{where}: 'weight' must be 0 or 1, and 'train' true or false")
+        content, is_learnt = turn.get(text_key), all(weights)
+        if isinstance(content, list):
+            content = "".join(_text_of_part(part, where) for part in content)
+        if role == "assistant" and (self.answer is not None or not is_learnt):
+            content = content or ""  # in context, an answer may be empty: it was interrupted
+        elif role == "assistant" and isinstance(content, str) and not content.strip():
+            raise DataError(f"{where} is an empty answer")
+        if not isinstance(content, str):
+            raise DataError(f"{where} needs text as 'content'")
+        check_characters(where, content)
+        self.turns.append((role, content, is_learnt))
+
+    def row(self, origin: str, value: dict[str, Any], own: Mapping[str, str]) -> Row:
+        """Return the row; ``own`` maps the row's columns to known names."""
+        answers = [index for index, turn in enumerate(self.turns) if turn[0] == "assistant"]
+        learnt = [index for index in answers if self.turns[index][2]]
+        if not learnt:
+            why = ": all have weight 0 or train false" if answers else ""
+            raise DataError(f"{self.used[-1]!r} has no assistant turn to learn from{why}")
+        if answers[0] == 0:
+            raise DataError(
+                f"{self.used[-1]!r} starts with an assistant turn; a user turn must precede it"
+            )
+        if answers[-1] not in learnt:  # nothing is learnt from the turns after the last that is
+            del self.turns[learnt[-1] + 1 :]
+        return Row(
+            messages=tuple({"role": role, "content": text} for role, text, _ in self.turns),
+            origin=origin,
+            fields=value,
+            layout=", ".join(key for key in dict.fromkeys(self.used) if key in self.found),
+            context=frozenset(answers[: answers.index(learnt[-1])]) - {*learnt},
+            unused=(*(k for k, name in own.items() if self._is_lost(name)), *sorted(self.unused)),
+        )
+
+    def _is_lost(self, name: str) -> bool:
+        """Return whether a column's content is not used; refuse content that the model needs."""
+        content = self.found.get(name)
+        if content is None or name in self.used:
+            return False
+        # Some data sets repeat the first question in ``prompt``.
+        if isinstance(content, str) and any(content.strip() in text for _, text, _ in self.turns):
+            return False
+        if name in (*COLUMNS, *_REFUSED):
+            used = ", ".join(map(repr, dict.fromkeys(self.used)))
+            raise DataError(
+                f"{name!r} can't be used beside {used}; remove it, or name the columns to use in "
+                "data.columns"
+            )
+        return True
+
+
+def check_characters(name: str, text: str) -> None:
+    """Raise a `DataError` if a text contains a lone surrogate, which no tokenizer accepts."""
+    # JSON can contain half of a surrogate pair (\ud83d).
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} has a lone surrogate at character {error.start + 1}") from None
+
+
+def _is_empty(content: Any) -> bool:
+    return content in (None, [], {}) or (isinstance(content, str) and not content.strip())
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list) and [type(text) for text in item] == [str, str]
+
+
+def _role(turn: Mapping[str, Any]) -> str:
+    return str(turn.get("role") or turn.get("from")).strip().lower()
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    is_text = isinstance(part, dict) and part.get("type") in (None, "text")
+    if not is_text or {key for key in part if not _is_empty(part[key])} - {"type", "text"}:
+        raise DataError(f"{where} has a part that is not text, or is not only text")
+    return str(part.get("text") or "")
