@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +10,7 @@ from chambers.errors import CommandError
 
 _HERE = ("127.0.0.1", "localhost", "::1")
 # Variables that name folders, which can be relative to the current folder.
-_FOLDERS = ("CHAMBERS_CACHE", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
+_FOLDERS = {"CHAMBERS_CACHE", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"}
 # Linux limits the path of a socket to 107 bytes. Ray adds up to 71 to that of its folder, as in
 # ``/ray/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store``.
 _LONGEST = 107 - 71
@@ -20,17 +19,16 @@ _LONGEST = 107 - 71
 def direct_here(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which connections within this machine don't use a proxy.
 
-    Flower's programs connect to each other with ``httpx``, which uses the proxies in the
-    environment for all addresses. It fails if there is a SOCKS proxy that it doesn't support, or a
-    network of IPv6 addresses in ``no_proxy``, so these are left out.
+    Flower's programs connect to each other with ``httpx``, which uses the environment's proxies for
+    all addresses, and fails if there is a SOCKS proxy, or a network of IPv6 addresses in
+    ``no_proxy``; these are left out.
     """
     listed = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
     exempt = [each for each in listed.split(",") if "/" not in each or each.count(":") < 2]
-    socks = not find_spec("socksio")
     kept = {
         name: value
         for name, value in environment.items()
-        if not (socks and name.lower().endswith("_proxy") and value.lower().startswith("socks"))
+        if not (name.lower().endswith("_proxy") and value.lower().startswith("socks"))
     }
     text = ",".join(filter(None, (*exempt, *_HERE)))
     return kept | dict.fromkeys(("no_proxy", "NO_PROXY", "no_grpc_proxy"), text)
@@ -41,15 +39,10 @@ def for_children(temporary: Path) -> dict[str, str]:
 
     ``temporary`` is their folder for temporary files, with a short path (see `short_path`).
     """
-    folders = {
-        name: os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111
-        for name in _FOLDERS
-        if (value := os.environ.get(name))
-    }
-    # Ray prefers the second.
-    return (
-        direct_here(os.environ) | folders | dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(temporary))
-    )
+    set_here = {n: v for n, v in os.environ.items() if n in _FOLDERS and v and v[0] != "~"}
+    folders = {name: str(Path(value).absolute()) for name, value in set_here.items()}
+    temporary_folders = dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(temporary))
+    return direct_here(os.environ) | folders | temporary_folders
 
 
 @contextmanager

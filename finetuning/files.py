@@ -3,11 +3,10 @@
 import base64
 import errno
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,19 +128,12 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
     Numbers that aren't finite become null, bytes become base64, and other objects their text.
     """
-    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
+    def other(each: Any) -> str:
+        return base64.b64encode(each).decode() if isinstance(each, bytes) else str(each)
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value if value is None or isinstance(value, str | int) else str(value)
+    content = json.loads(json.dumps(value, default=other), parse_constant=lambda _: None)
+    return json.dumps(content, indent=indent, ensure_ascii=False)
 
 
 def write_json(target: Path, content: Any) -> None:

@@ -33,9 +33,6 @@ class Request:
     emit: Callable[[Piece | Exception], None]
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 for all tokens
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     likeliest: int | None = None  # number of tokens in ``Piece.likeliest``; None to omit all
@@ -50,16 +47,11 @@ class Request:
     def shares_batch_with(self, other: "Request") -> bool:
         """Return whether both can be answered by one call of ``generate``.
 
-        An answer with a seed must not depend on others, so it is sampled alone. Padding would count
-        as repeated tokens.
+        An answer with a seed must not depend on others, so it is sampled alone.
         """
         drawn = self.temperature > 0 and (self.seed, other.seed) != (None, None)
-        penalised = (self.repetition_penalty, other.repetition_penalty) != (1, 1)
-        return not drawn and not penalised and self._settings == other._settings
-
-    @property
-    def _settings(self) -> tuple[str, float, float, int, float]:
-        return self.model, self.temperature, self.top_p, self.top_k, self.min_p
+        same = (self.model, self.temperature, self.top_p)
+        return not drawn and same == (other.model, other.temperature, other.top_p)
 
 
 class AnswerStream:

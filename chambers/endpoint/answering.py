@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any, Self
 
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from chambers.endpoint.answer_stream import LOWEST, AnswerStream, Piece, Request
 from chambers.errors import CommandError
@@ -36,10 +35,6 @@ _log = logging.getLogger(__name__)
 
 class BusyError(RuntimeError):
     """Too many requests are waiting."""
-
-
-class LengthError(CommandError):
-    """A prompt exceeds a limit."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +109,16 @@ class Answerer:
     def max_new_tokens(self, model: str, prompt_length: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt.
 
-        Raise `LengthError` if the prompt is empty or exceeds a limit.
+        Raise ``CommandError`` if the prompt is empty or exceeds a limit.
         """
         source = self.sources[model]
         positions = min(self._positions, source.max_tokens) - source.columns_before
         positions -= self.limits.draft.room
         longest = min(self.limits.max_prompt_length, source.max_prompt_length, int(positions) - 1)
         if not 1 <= prompt_length <= longest:
-            raise LengthError(f"the prompt has {prompt_length} tokens; it must have 1 to {longest}")
+            raise CommandError(
+                f"the prompt has {prompt_length} tokens; it must have 1 to {longest}"
+            )
         return min(self.limits.max_new_tokens, int(positions) - prompt_length)
 
     def submit(self, *requests: Request) -> None:
@@ -214,23 +211,25 @@ class Answerer:
 
     def _repeat_prompt(self, request: Request) -> None:
         """Emit the prompt and, if requested, the log-probabilities of its tokens."""
+        first, *rest = request.prompt.tolist()
         request.emit(Piece(request.echo or "", of_prompt=True))
-        if request.likeliest is not None:
-            first, *rest = request.prompt.tolist()
-            request.emit(Piece("", first, of_prompt=True))
-            scored = Continuation(request.prompt[:1], request.prompt[1:])
+        if request.likeliest is None:
+            return
+        request.emit(Piece("", first, of_prompt=True))
+        scored = Continuation(request.prompt[:1], request.prompt[1:])
+        for batch in candidate_batches(
+            [[scored]] if rest else [],
+            padding=self.tokenizer.pad_token_id,
+            columns_before=self._model.columns_before,
+            max_tokens=self.sources[request.model].max_tokens,
+        ):
             compute = partial(likeliest_tokens, count=max(1, request.likeliest))
-            for batch in candidate_batches(
-                [[scored]] if rest else [],
-                padding=self.tokenizer.pad_token_id,
-                columns_before=self._model.columns_before,
-                max_tokens=self.sources[request.model].max_tokens,
-            ):
-                found = self._model.log_probabilities(batch, compute)
-                values, best = (found[i].clamp_min(LOWEST).tolist() for i in (0, 2))
-                for token, value, *other in zip(rest, values, found[1].tolist(), best, strict=True):
-                    pairs = [*zip(*other, strict=True)][: request.likeliest]
-                    request.emit(Piece("", token, value, tuple(pairs), of_prompt=True))
+            values, tokens, best = self._model.log_probabilities(batch, compute)
+            best = best.clamp_min(LOWEST).tolist()
+            for index, value in enumerate(values.clamp_min(LOWEST).tolist()):
+                pairs = tuple(zip(tokens[index].tolist(), best[index], strict=True))
+                pairs = pairs[: request.likeliest]
+                request.emit(Piece("", rest[index], value, pairs, of_prompt=True))
 
     def _generate(self, batch: Sequence[Request]) -> None:
         first = batch[0]
@@ -239,19 +238,15 @@ class Answerer:
         ends = {*self._model.end_tokens, *end_marks(self.tokenizer)}
         stream = AnswerStream(batch, self.tokenizer, ends, tokens.shape[1])
         set_seed(int.from_bytes(os.urandom(4)) if first.seed is None else first.seed)
-        penalties = [RepetitionPenaltyLogitsProcessor(first.repetition_penalty)]
         self._model.generate(
             tokens,
             pad([torch.ones_like(r.prompt) for r in batch]),
             max(r.max_tokens for r in batch),
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=sorted(ends) or None,
-            logits_processor=[
-                stream.keep_logits,
-                *(penalties if first.repetition_penalty != 1 else []),
-            ],
+            logits_processor=[stream.keep_logits],
             stopping_criteria=[stream],
-            **sampling(first.temperature, first.top_p, first.top_k, first.min_p),
+            **sampling(first.temperature, first.top_p),
             **(self.limits.draft.settings if len(batch) == 1 else {}),
         )
 

@@ -13,40 +13,29 @@ from chambers.endpoint.answer_stream import Piece
 
 _LARGEST_SEED = 2**63 - 1
 _MAX_LIKELIEST = 20
-# Parameters that don't affect the answer.
+# Parameters that are not supported, and the values for which the answer doesn't depend on them.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **{"tools": ([],), "functions": ([],), "n": (1,), "best_of": (1,), "suffix": ("",)},
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **{"top_k": (0, -1), "repetition_penalty": (1,)},
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (0,)),
+    **{"response_format": ({"type": "text"},), "modalities": (["text"],), "logit_bias": ({},)},
+}
+# Parameters that never affect the answer.
 _UNUSED = {
     *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
     *("safety_identifier", "service_tier", "store", "user"),
-}
-_TOOLS = "tools are not supported; leave it out"
-# Parameters that are not supported: the values that have no effect, and why others are refused.
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
-    "response_format": (({"type": "text"},), "answers have no other format than text"),
-    "modalities": ((["text"],), "answers are only text"),
-    "n": ((1,), "each request has one answer; send it several times"),
-    "best_of": ((1,), "each request has one answer"),
-    "suffix": (("",), "texts are only continued at their end"),
-    "logit_bias": (({},), "leave it out"),
-    "frequency_penalty": ((0,), "use repetition_penalty, or leave it out"),
-    "presence_penalty": ((0,), "use repetition_penalty, or leave it out"),
 }
 
 
 def _supported(value: Any) -> Any:
     """Leave out parameters without an effect; raise an error for those that aren't supported."""
-    if not isinstance(value, dict):
-        return value
-    kept = {}
-    for name, given in value.items():
-        neutral, reason = _UNSUPPORTED.get(name, ((given,), ""))
-        if given is not None and given not in neutral:
+    given = value.items() if isinstance(value, dict) else ()
+    kept = {name: each for name, each in given if each is not None and name not in _UNUSED}
+    for name in kept.keys() & _UNSUPPORTED:
+        if kept.pop(name) not in _UNSUPPORTED[name]:
+            reason = f"'{name}' is not supported by this endpoint; leave it out"
             raise PydanticCustomError("unsupported", "{reason}", {"name": name, "reason": reason})
-        if given is not None and name not in _UNSUPPORTED and name not in _UNUSED:
-            kept[name] = given
     if "max_completion_tokens" in kept:
         kept["max_tokens"] = kept.pop("max_completion_tokens")
     return kept
@@ -62,27 +51,28 @@ def _text(content: Any) -> Any:
     """Join the parts of a message's text; raise an error if there are images or sound."""
     if not isinstance(content, list):
         return "" if content is None else content
-    for part in content:
-        if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-            reason = "messages contain only text, so parts of other types are refused"
-            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason})
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        raise PydanticCustomError("unsupported", "Messages can only contain text")
     return "".join(part["text"] for part in content)
 
 
-def _role(role: Any) -> Any:
-    """Return the role's name in chat templates."""
-    if role in ("tool", "function"):
-        raise PydanticCustomError("unsupported", "tools are not supported")
-    return "system" if role == "developer" else role
+def _no_tools(calls: Any) -> None:
+    if calls:
+        raise PydanticCustomError("unsupported", "Tools are not supported by this endpoint")
 
 
 class Turn(BaseModel):
     """A message of a conversation; other keys, such as ``name``, don't affect the answer."""
 
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_text)] = ""
-    tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
-    function_call: None = None
+    tool_calls: Annotated[None, BeforeValidator(_no_tools)] = None
+
+    @property
+    def in_template(self) -> dict[str, str]:
+        """The message in the format of chat templates."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
 
 
 class StreamOptions(BaseModel):
@@ -100,16 +90,9 @@ class Parameters(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1)  # -1 and 0 stand for all tokens
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
     seed: int | None = Field(None, ge=-_LARGEST_SEED, le=_LARGEST_SEED)
     # Each is searched for after every token.
-    stop: Annotated[
-        list[str],
-        BeforeValidator(_listed),
-        Field(max_length=4),
-    ] = []
+    stop: Annotated[list[str], BeforeValidator(_listed), Field(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 

@@ -24,22 +24,17 @@ class ApiError(Exception):
 def refusal_of(error: ValidationError) -> ApiError:
     """Describe the first problem of a request, without its values."""
     problem = error.errors(include_url=False, include_input=False)[0]
-    kind, given = problem["type"], problem.get("ctx", {})
-    if kind == "json_invalid":
-        return ApiError(400, f"The body of the request is not valid JSON: {given['error']}.")
     # For a value that can have one of several types, the location contains a type's name.
     parts = [part for part in problem["loc"] if part != "str" and not str(part).endswith("]")]
     names = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts]
-    name = str(given.get("name", "".join(names).removeprefix("."))) or None
-    reason = problem["msg"].removeprefix("Input should be ")
-    if kind == "unsupported":
-        text, code = f"Unsupported parameter: '{name}': {reason}.", "unsupported_parameter"
-    elif kind == "missing":
-        text, code = f"Missing required parameter: '{name}'.", "missing_required_parameter"
-    elif kind == "extra_forbidden":
-        text, code = f"Unknown parameter: '{name}'.", "unknown_parameter"
-    elif kind.endswith("_type"):
-        text, code = f"Invalid type for '{name}': expected {reason}.", "invalid_type"
-    else:
-        text, code = f"Invalid value for '{name}': expected {reason}.", "invalid_value"
+    name = str(problem.get("ctx", {}).get("name", "".join(names).removeprefix("."))) or None
+    code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(
+        problem["type"], "invalid_value"
+    )
+    text = {
+        "json_invalid": "The body of the request is not valid JSON.",
+        "missing": f"Missing required parameter: '{name}'.",
+        "extra_forbidden": f"Unknown parameter: '{name}'.",
+        "unsupported": f"{problem['msg']}.",
+    }.get(problem["type"], f"Invalid '{name}': {problem['msg'].replace('Input', 'it', 1)}.")
     return ApiError(400, text, INVALID, name, code)

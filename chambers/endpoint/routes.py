@@ -27,7 +27,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from chambers.endpoint.answer_stream import Piece, Request
-from chambers.endpoint.answering import Answerer, BusyError, LengthError
+from chambers.endpoint.answering import Answerer, BusyError
 from chambers.endpoint.messages import Chat, ChatReply, Completion, CompletionReply
 from chambers.endpoint.refusals import ApiError, refusal_of
 from chambers.errors import CommandError
@@ -54,19 +54,17 @@ def routes(answerer: Answerer, key: str | None, origins: Sequence[str] = ()) -> 
     Web pages of these ``origins`` can send requests.
     """
     endpoint = _Endpoint(answerer, key)
-    shared = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-    )
+    allowed: Any = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
     return Starlette(
         routes=[
             Route("/", _page),
-            Route("/health", endpoint.health),
+            Route("/health", lambda _: JSONResponse({"status": "ok"})),
             Route("/v1/models", endpoint.models),
             Route("/v1/models/{name:path}", endpoint.model),
             Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
             Route("/v1/completions", endpoint.completion, methods=["POST"]),
         ],
-        middleware=[shared] if origins else [],
+        middleware=[Middleware(CORSMiddleware, **allowed)] if origins else [],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refuse),
     )
 
@@ -100,11 +98,6 @@ class _Endpoint:
     key: str | None
     started: int = field(default_factory=lambda: int(time.time()))
 
-    async def health(self, _: HttpRequest) -> Response:
-        """Tell whether requests can be answered."""
-        text = "broken" if self.answerer.broken else "ok"
-        return JSONResponse({"status": text}, 503 if self.answerer.broken else 200)
-
     async def models(self, http: HttpRequest) -> Response:
         """List the models."""
         self._authenticate(http)
@@ -119,7 +112,7 @@ class _Endpoint:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer a conversation."""
         wanted = await self._read(http, Chat)
-        turns = [{"role": turn.role, "content": turn.content} for turn in wanted.messages]
+        turns = [turn.in_template for turn in wanted.messages]
         prompts = [partial(self.answerer.chat_prompt, turns)]
         return await self._respond(http, wanted, "messages", prompts, ChatReply)
 
@@ -147,8 +140,7 @@ class _Endpoint:
         scheme, _, given = http.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
-            problem = "the API key is missing or wrong"
-            raise ApiError(401, problem, "authentication_error", code="invalid_api_key")
+            raise ApiError(401, "the API key is missing or wrong", "authentication_error")
 
     def _known(self, name: str) -> str:
         if name not in self.answerer.sources:
@@ -159,8 +151,8 @@ class _Endpoint:
     async def _read(self, http: HttpRequest, form: type[Any]) -> Any:
         self._authenticate(http)
         # Web pages of other origins can't send this content type without permission (CORS).
-        kind = http.headers.get("content-type", "").partition(";")[0]
-        if kind.strip().lower() != "application/json":
+        kind = http.headers.get("content-type", "").lower().partition(";")[0]
+        if kind.strip() != "application/json":
             raise ApiError(415, "the content type must be application/json")
         body = bytearray()
         async for chunk in http.stream():
@@ -223,8 +215,7 @@ class _Endpoint:
             ]
             self.answerer.submit(*requests)
         except UserError as error:
-            code = "context_length_exceeded" if isinstance(error, LengthError) else None
-            raise ApiError(400, str(error), parameter=parameter, code=code) from error
+            raise ApiError(400, str(error), parameter=parameter) from error
         except BusyError as error:
             raise ApiError(429, str(error), "rate_limit_error") from error
         pieces.prompt_tokens, pieces.requests = [len(tokens) for tokens in given], requests
@@ -247,9 +238,6 @@ class _Endpoint:
             emit=emit,
             temperature=wanted.temperature,
             top_p=wanted.top_p,
-            top_k=max(0, wanted.top_k),
-            min_p=wanted.min_p,
-            repetition_penalty=wanted.repetition_penalty,
             seed=wanted.seed,
             stop=tuple(filter(None, wanted.stop)),
             likeliest=wanted.likeliest,

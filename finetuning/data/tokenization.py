@@ -341,14 +341,14 @@ def _shorten(conversation: _Conversation, tokenizer: Any, excess: int) -> _Conve
     # If only the last answer is a target, earlier answers are inputs.
     inputs = [t for t in messages[:-1] if conversation.only_last or t["role"] != "assistant"]
     longest = max(inputs, key=lambda turn: len(turn["content"]))
-    guard, (turn,) = guarded([longest], tokenizer)
-    if not (content := turn["content"]):
+    content = longest["content"]
+    if not content:
         return None
-    encoding = without_guard(tokenizer, guard)([content], add_special_tokens=False)
+    encoding = tokenizer([content], add_special_tokens=False)
     kept = len(encoding["input_ids"][0]) - excess
     end = encoding.token_to_chars(0, kept - 1).end if kept > 0 else 0
     # One removal may not be enough. Remove at least one character, so that the caller's loop ends.
-    longest["content"] = content[: min(end, len(content) - 1)].replace(guard, "").rstrip()
+    longest["content"] = content[: min(end, len(content) - 1)].rstrip()
     try:
         return _Conversation.of(messages, tokenizer, conversation.only_last, conversation.context)
     except ChatTemplateError:  # The template may reject an empty input.

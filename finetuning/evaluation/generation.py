@@ -26,19 +26,14 @@ class Answering(Prefixed, Protocol):
         """Continue prompts; see `finetuning.model.whole_model.WholeModel`."""
 
 
-def sampling(
-    temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0
-) -> Mapping[str, Any]:
+def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
     """Return the arguments of ``generate`` for a temperature; 0 selects greedy decoding.
 
-    ``top_p`` is the total probability of the most likely tokens to sample from (nucleus sampling),
-    ``top_k`` is their number (0 for all), and ``min_p`` is the smallest ratio of their
-    probabilities to that of the likeliest token.
+    ``top_p`` is the total probability of the most likely tokens to sample from (nucleus sampling).
     """
     if not temperature:
         return GREEDY
-    settings = {"do_sample": True, "temperature": temperature, "top_p": top_p}
-    return {**settings, "top_k": top_k, "min_p": min_p or None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
 
 
 def generate_texts(

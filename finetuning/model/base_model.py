@@ -243,21 +243,17 @@ def generation_settings(directory: Path, config: Any) -> Any:
     """Return ``transformers``' defaults for generation, with the checkpoint's end-of-text tokens.
 
     Other settings in ``generation_config.json``, such as beams or limits, are not used. Raise a
-    BaseModelError if its ``eos_token_id`` is not a token, or a list of tokens.
+    BaseModelError if the file can't be read.
     """
     from transformers import GenerationConfig
 
     file = directory / "generation_config.json"
     try:
-        content = json.loads(file.read_bytes()) if file.is_file() else {}
-        ends = content.get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise BaseModelError(f"{file} can't be read: {error}; download it again") from error
-    if ends is None:
-        ends = getattr(config.get_text_config(), "eos_token_id", None)
-    tokens = ends if isinstance(ends, list) else [0 if ends is None else ends]
-    if not all(type(token) is int and token >= 0 for token in tokens):
-        raise BaseModelError(f"{file}: eos_token_id = {ends!r} must be a token's number, or a list")
+        ends = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+        ends = config.get_text_config().eos_token_id if ends is None else ends
+        torch.tensor([] if ends is None else ends).long()
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise BaseModelError(f"{file}: the end-of-text token can't be read: {error}") from error
     return GenerationConfig(eos_token_id=ends)
 
 

@@ -5,7 +5,7 @@ the (rows, columns, hidden) states after the last block and norm.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -141,11 +141,8 @@ def target_log_probabilities(
     states after the last block and norm that predict the (targets,) labels. The results are
     (targets,) float32 in nats, and (targets,) bool.
     """
-    found, likeliest = [], []
-    for logits, label in _target_logits(head, chosen, labels):
-        found.append(-cross_entropy(logits, label, reduction="none"))
-        likeliest.append(logits.argmax(-1) == label)
-    return torch.cat(found), torch.cat(likeliest)
+    found, _, best = likeliest_tokens(head, chosen, labels, count=1)
+    return found, found >= best[:, 0]
 
 
 def likeliest_tokens(
@@ -156,19 +153,7 @@ def likeliest_tokens(
     See `target_log_probabilities` for arguments and precision. The results are (targets,)
     log-probabilities, and (targets, count) tokens with (targets, count) log-probabilities.
     """
-    parts = []
-    for logits, label in _target_logits(head, chosen, labels):
-        values = logits.log_softmax(-1)
-        best = values.topk(min(count, values.shape[-1]))
-        parts.append((values.gather(1, label[:, None])[:, 0], best.indices, best.values))
-    found, tokens, best_values = (torch.cat(each) for each in zip(*parts, strict=True))
-    return found, tokens, best_values
-
-
-def _target_logits(
-    head: Any, chosen: torch.Tensor, labels: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (targets, vocabulary) logits in float32, and labels, in chunks of targets."""
+    found = []
     # Convert norms, biases and scales here; `_Float32Products` converts the matrices.
     vectors = (each for each in head.named_parameters() if each[1].ndim < 2)
     weights = {name: p.float() for name, p in vectors if p.is_floating_point()}
@@ -178,7 +163,11 @@ def _target_logits(
         inputs = {"inputs_embeds": part[None], "use_cache": False}
         with torch.autocast(chosen.device.type, enabled=False), _Float32Products():
             logits = functional_call(head, weights, kwargs=inputs).logits[0]
-        yield logits, label
+        values = logits.log_softmax(-1)
+        best = values.topk(min(count, values.shape[-1]))
+        found.append((values.gather(1, label[:, None])[:, 0], best.indices, best.values))
+    values, tokens, best_values = (torch.cat(each) for each in zip(*found, strict=True))
+    return values, tokens, best_values
 
 
 def _targets(
