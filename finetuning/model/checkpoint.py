@@ -14,6 +14,7 @@ from finetuning.model.gguf_file import GGUFError, read_header
 
 # Names of the files that `save_pretrained` writes; other files can contain the same weights again.
 WEIGHTS = "model*.safetensors"
+INDEX = "model.safetensors.index.json"
 # Keys in config.json for the number of blocks and for the hidden size.
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -33,6 +34,19 @@ def problem_of(path: Path) -> str | None:
         )
     if _config(path) is None:
         return f"{path / 'config.json'} is not a JSON object; copy the checkpoint again"
+    if (path / "adapter_config.json").is_file():
+        return (
+            f"{path} also contains an adapter, which would change the base model; move its "
+            "adapter_config.json and adapter_model.safetensors to a folder of their own"
+        )
+    return _problem_of_weights(path)
+
+
+def _problem_of_weights(path: Path) -> str | None:
+    try:
+        read_index(path)
+    except ValueError as error:
+        return str(error)
     files = sorted(path.glob(WEIGHTS))
     if not files:
         return (
@@ -46,6 +60,39 @@ def problem_of(path: Path) -> str | None:
         except (SafetensorError, OSError) as error:
             return f"{file} is damaged ({error}); copy it again"
     return None
+
+
+def problem_of_shards(checkpoint: Path) -> str | None:
+    """Return which files in a directory's index are missing, or None if the checkpoint is complete.
+
+    Of a split model's checkpoint, a party needs only some files.
+    """
+    missing = sorted(
+        set(read_index(checkpoint).values()) - {file.name for file in checkpoint.iterdir()}
+    )
+    if missing:
+        return f"{checkpoint} lacks {', '.join(missing)}; copy the checkpoint again"
+    return None
+
+
+def read_index(checkpoint: Path) -> dict[str, str]:
+    """Return the file of each tensor from a directory's index; without an index, the dict is empty.
+
+    Raise a ValueError if the index can't be read.
+    """
+    index = checkpoint / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        return dict(json.loads(index.read_bytes())["weight_map"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{index} is no index of tensors; copy the checkpoint again") from error
+
+
+def vocabulary_size(checkpoint: Path) -> int | None:
+    """Return the number of tokens with an embedding in a directory's model; None if unknown."""
+    size = (_config(checkpoint) or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _problem_of_gguf(file: Path) -> str | None:

@@ -1,6 +1,5 @@
 """Load a part of a model: download and read only its tensors, and verify all of them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from finetuning.model.base_model import (
     locate_description,
     outline,
     prepare,
+    refuse_incomplete,
     refuse_quantized,
 )
-from finetuning.model.checkpoint import WEIGHTS
+from finetuning.model.checkpoint import INDEX, WEIGHTS, read_index
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import hand_over
@@ -42,8 +42,6 @@ from split.model.partition import (
 )
 from split.settings import SplitSettings
 
-_INDEX = "model.safetensors.index.json"
-
 
 def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) -> Path:
     """Return the directory of a checkpoint (``model.name``).
@@ -55,7 +53,7 @@ def locate_parts(name: str, split: SplitSettings, parties: Sequence[PartyName]) 
     directory = locate_description(name)
     if not is_id(name):
         return directory
-    if (directory / _INDEX).is_file():
+    if (directory / INDEX).is_file():
         needed = tensors_of(directory, partition_of(directory, split), parties)
         files = _files(directory)
         return fetch(name, [*DESCRIPTIONS, *sorted({files[tensor] for tensor in needed})])
@@ -137,11 +135,7 @@ def load_parts(
 
 def _files(directory: Path) -> Mapping[str, Any]:
     """Return the file of each tensor of a checkpoint, from the index file if there is one."""
-    index = directory / _INDEX
-    if index.is_file():
-        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return files
-    return Checkpoint(directory).files
+    return read_index(directory) or Checkpoint(directory).files
 
 
 @one_at_a_time()
@@ -153,6 +147,7 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
             config=config,
             state_dict=state,
             key_mapping=TEXT_TENSORS,
+            ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
             output_loading_info=True,
             **arguments,
         )
@@ -160,10 +155,7 @@ def _load(kind: Any, config: Any, state: Mapping[str, Any], arguments: dict[str,
         raise  # the checkpoint is not the problem
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BaseModelError(f"{kind.__name__} can't be loaded in parts: {error}") from error
-    if report["missing_keys"]:
-        raise BaseModelError(
-            f"{min(report['missing_keys'])} of {kind.__name__} is not in the checkpoint's files"
-        )
+    refuse_incomplete(report, f"the checkpoint of a part of {kind.__name__}")
     return model
 
 

@@ -72,11 +72,15 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
     (tmp_path / "clients" / "one" / "test.jsonl").write_text('{"instruction": "a"}\n')
     damaged = shutil.copytree(checkpoint, tmp_path / "damaged") / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-100])
+    incomplete = shutil.copytree(checkpoint, tmp_path / "incomplete")
+    index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
+    (incomplete / "model.safetensors.index.json").write_text(json.dumps(index))
     listed = shutil.copytree(checkpoint, tmp_path / "listed") / "config.json"
     listed.write_text("[]")
     for setting, reason in (
         (f"model.name={damaged.parent}", f"{damaged} is damaged ("),
         (f"model.name={listed.parent}", f"{listed} is not a JSON object"),
+        (f"model.name={incomplete}", "lacks model-2.safetensors; copy the checkpoint again"),
         ("model.name=/nowhere", "no config.json in /nowhere"),
         ("model.name=./nowhere", "there is no such file or folder"),
         (f"model.name={tmp_path / 'file'}", "is not a GGUF file"),

@@ -261,7 +261,7 @@ def test_what_cannot_be_computed_costs_no_epsilon(
     settings, client_folders, policy, checkpoint, tmp_path
 ):
     """OPT flattens the input of each MLP's second layer, so the gradients have no rows."""
-    sizes = {"vocab_size": 300, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    sizes = {"vocab_size": 320, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 1024}
     OPTForCausalLM(OPTConfig(**sizes)).save_pretrained(tmp_path / "opt")
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "opt")

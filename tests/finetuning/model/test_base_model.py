@@ -75,10 +75,33 @@ def test_refusals_name_the_setting_and_what_to_do(copied, tmp_path):
     refusal("../not an id")
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied):
-    (copied / "config.json").write_text(json.dumps({"model_type": "no such architecture"}))
-    with pytest.raises(BaseModelError, match=r'no class .* \(model_type "no such architecture"\)'):
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "nothing"}, r'no class .* \(model_type "nothing"\); use a different'),
+        ({"model_type": "clip"}, r'no class .* \(model_type "clip"\); use a different'),
+        ({"dtype": "bfloat61"}, "no attribute 'bfloat61'; compare it with"),
+        ({"num_attention_heads": 5}, r"not a multiple of .* heads \(5\); compare it with"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "config.json can't be .*; compare it with"),
+        ({"hidden_act": "swoosh"}, "KeyError: 'swoosh'; compare it with"),
+        ({"vocab_size": 100}, r"weight of shape \[320, 32\] instead of \[100, 32\]; compare it"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied, change, reason):
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(BaseModelError, match=reason):
         load_base_model(ModelSettings(name=str(copied)))
+
+
+def test_incomplete_checkpoints_and_those_with_an_adapter_are_refused(sharded):
+    (sharded / "model-00002-of-00007.safetensors").unlink()
+    with pytest.raises(BaseModelError, match=r"lacks model-00002-of-00007\.safetensors; copy"):
+        load_base_model(ModelSettings(name=str(sharded)))
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    assert "is no index of tensors; copy" in refusal(str(sharded))
+    (sharded / "adapter_config.json").write_text("{}")
+    assert "move its adapter_config.json" in refusal(str(sharded))
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(copied):
@@ -87,7 +110,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(copied):
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(BaseModelError, match=r"lacks 1 of the tensors .*1\.mlp\.up_proj"):
+    with pytest.raises(BaseModelError, match=r"lacks 1 tensors, .*1\.mlp\.up_proj"):
         load_base_model(ModelSettings(name=str(copied)))
 
 
@@ -112,6 +135,19 @@ def test_unusable_tokenizers_are_refused(copied):
         load_tokenizer(copied)
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(copied, special):
+    tokenizer = AutoTokenizer.from_pretrained(copied)
+    tokenizer.add_tokens(["<image>"], special_tokens=special)
+    tokenizer.save_pretrained(copied)
+    if special:  # only a model that also accepts images has an embedding for it
+        assert load_tokenizer(copied).get_vocab()["<image>"] == 320
+        tokenizer.eos_token = "<image>"
+        tokenizer.save_pretrained(copied)
+    with pytest.raises(BaseModelError, match=r"320 embeddings are too few, such as <image>; use"):
+        load_tokenizer(copied)
+
+
 @pytest.fixture
 def quantizable(checkpoint, tmp_path) -> Path:
     """A random model whose rows are as long as a quantisation block."""
@@ -119,10 +155,10 @@ def quantizable(checkpoint, tmp_path) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64,
+            vocab_size=320,
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2,
+            num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
             initializer_range=0.1,

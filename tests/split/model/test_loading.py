@@ -87,7 +87,8 @@ def test_only_a_party_s_tensors_are_read_from_shards(architecture, random_checkp
 def test_parts_have_the_quantised_weights_of_the_whole(
     random_checkpoint, checkpoint, quantization, dtype, tmp_path
 ):
-    directory = Path(shutil.copytree(random_checkpoint(hidden_size=64), tmp_path / "whole"))
+    source = random_checkpoint(hidden_size=64, vocab_size=320)
+    directory = Path(shutil.copytree(source, tmp_path / "whole"))
     for file in checkpoint.glob("tokenizer*"):
         shutil.copy(file, directory)
     settings = ModelSettings(name=str(directory), quantization=quantization, dtype=dtype)
