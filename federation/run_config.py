@@ -109,6 +109,13 @@ class RunConfig(Section):
         description="Folder in which every run creates its results folder; an absolute path. "
         "Empty: the user's data folder (`~/.local/share/chambers/runs` on Linux).",
     )
+    report_to: str = Field(
+        "",
+        pattern=r"^(|(tensorboard|wandb|mlflow|trackio)(, ?(tensorboard|wandb|mlflow|trackio))*)$",
+        description="Experiment trackers that receive the run's metrics, with client names: "
+        "`tensorboard`, `wandb`, `mlflow`, `trackio`, separated by commas. Empty: TensorBoard if "
+        "it is installed.",
+    )
     state_path: str = Field(
         "",
         description="Folder for a client's state, on the client's disk; an absolute path. "

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
-from importlib.util import find_spec
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from flwr.common import log
 from safetensors.torch import load_file
 
 from federation.run_config import ConfigError, RunConfig
-from federation.run_folder import METRICS, RunStatus, results_folder, write_status
+from federation.run_folder import METRICS, RunStatus, read_events, results_folder, write_status
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.files import (
@@ -30,6 +29,7 @@ from finetuning.files import (
 from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
+from server_app.tracking import Tracking
 from split.protocol.errors import printable
 from strategies.journal import Progress
 
@@ -52,12 +52,7 @@ class Results:
         self._rounds: dict[str, int] = {}
         self._global_round = 0  # round of the saved global adapter
         self._metrics = directory / METRICS
-        self._tensorboard: Any = None
-        if find_spec("tensorboard"):  # optional, since the report contains the same numbers
-            from torch.utils.tensorboard import SummaryWriter
-
-            with filling(directory):
-                self._tensorboard = SummaryWriter(directory / "tensorboard")
+        self._tracking = Tracking(config, directory)
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
         """Write the resolved config, the package versions and the base model's fingerprint."""
@@ -81,24 +76,15 @@ class Results:
             log(WARNING, "The run's status can't be written: %s", error)
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Append an event to ``metrics.jsonl``, and its numbers to TensorBoard's file.
+        """Append an event to ``metrics.jsonl``, and send its numbers to the trackers.
 
         Texts are escaped and shortened, so that no peer's text can make the run fail. Raise
         ``DiskFullError`` if the disk is full.
         """
         event = _printable(event)
-        with filling(self.directory):
-            with self._metrics.open("a", encoding="utf-8") as lines:
-                lines.write(json_text(event) + "\n")
-            self._plot(event)
-
-    def _plot(self, event: Mapping[str, Any]) -> None:
-        if not self._tensorboard or event["event"] not in {"train", "evaluate"}:
-            return
-        prefix = "/".join(str(event[k]) for k in ("client", "event", "model") if k in event)
-        for key, value in event.items():
-            if isinstance(value, int | float) and key != "round":
-                self._tensorboard.add_scalar(f"{prefix}/{key}", value, event["round"])
+        with filling(self.directory), self._metrics.open("a", encoding="utf-8") as lines:
+            lines.write(json_text(event) + "\n")
+        self._tracking.record(event)
 
     def keep_personalised(
         self, client: str, state: State | Path, round_number: int, size: int
@@ -149,9 +135,6 @@ class Results:
         save_checkpoint(self.directory, checkpoint)
         if progress.evaluated:
             self._publish(rounds)
-        if self._tensorboard:
-            with filling(self.directory):
-                self._tensorboard.flush()
         write_report(self.directory)
 
     def discard(self, round_number: int) -> None:
@@ -191,7 +174,7 @@ class Results:
     def rewind_to(self, checkpoint: Checkpoint) -> None:
         """Delete data written after a checkpoint; the resumed run writes it again.
 
-        TensorBoard's files are not changed, so they contain repeated rounds twice.
+        Trackers keep repeated rounds twice.
         """
         remove_unfinished(self.directory)
         for folder in self._trained(checkpoint.progress.finished_rounds).glob("*"):
@@ -208,14 +191,11 @@ class Results:
                 log(WARNING, text, self._metrics)
                 events = events[: events.rfind(b"\n") + 1]
             metrics.truncate(len(events))
+        self._tracking.resume(read_events(self._metrics))
 
     def close(self) -> None:
-        """Flush and close the files; an error, such as a full disk, is only logged."""
-        try:
-            if self._tensorboard:
-                self._tensorboard.close()
-        except OSError as error:
-            log(WARNING, "TensorBoard's file can't be written: %s", error)
+        """End the trackers."""
+        self._tracking.close()
 
 
 def _printable(value: Any) -> Any:

@@ -32,7 +32,7 @@ def model_card(
         tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
     )
     data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
-    shown = {key: value for key, value in config.items() if key not in _LOCAL}
+    shown = {key: value for key, value in config.items() if key not in LOCAL_SETTINGS}
     settings = "\n".join(
         f"{key} = {value!r}" for key, value in (shown | {"model.name": public_name(base)}).items()
     )
@@ -160,5 +160,12 @@ def _described(directory: Path) -> str:
 
 _TAGS = {"lora": "lora", "prefix": "prefix-tuning"}
 # Settings that describe the coordinator's machines.
-_LOCAL = {"data.path", "initial-adapter", "instruction-key", "output-dir", "resume", "state-path"}
-_LOCAL |= {"split.advertise", "split.body-hosts", "split.body-key", "split.listen"}
+LOCAL_SETTINGS = {
+    "data.path",
+    "initial-adapter",
+    "instruction-key",
+    "output-dir",
+    "resume",
+    "state-path",
+}
+LOCAL_SETTINGS |= {"split.advertise", "split.body-hosts", "split.body-key", "split.listen"}
