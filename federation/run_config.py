@@ -87,6 +87,14 @@ class RunConfig(Section):
         "clients. Larger shares are reduced, and the log names the client. 1: no maximum. In "
         "deployments, [agreed data sizes](robustness.md) are the first limit.",
     )
+    max_distance: float = Field(
+        0.0,
+        ge=0,
+        description="Maximum distance of a client's adapter from the round's initial adapter, as a "
+        "multiple of the clients' median. Larger updates are shortened, and the log names the "
+        "client. 0: 3 with `train.local-steps`, otherwise 10. Lower values "
+        "keep a client from planting a [backdoor](robustness.md).",
+    )
     node_timeout: PositiveFloat = Field(
         120.0,
         description="Seconds to wait for `min-nodes` SuperNodes to connect. After the same time, "

@@ -17,6 +17,8 @@ from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_a
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
 from finetuning.adapters.robust_aggregation import (
+    MAX_DISTANCE,
+    MAX_DISTANCE_EQUAL_STEPS,
     believed_sizes,
     counted_sizes,
     distance,
@@ -330,8 +332,9 @@ class Rounds(Strategy):
 
     def _caps(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Return each client's largest distance, as a multiple of the clients' median."""
-        equal_steps = self.config.train.local_steps > 0
-        return update_caps(sizes, self._participants.agreed, equal_steps)
+        usual = MAX_DISTANCE_EQUAL_STEPS if self.config.train.local_steps else MAX_DISTANCE
+        most = self.config.max_distance or usual
+        return update_caps(sizes, self._participants.agreed, most)
 
     def _average(self, weights: Mapping[str, int]) -> None:
         """Average the adapters that are at the server; the default does nothing."""

@@ -42,7 +42,7 @@ def update_factors(distances: Mapping[str, float], caps: Mapping[str, float]) ->
     """Return the factor by which each client's update is scaled; 1.0 up to the cap.
 
     ``distances`` are the distances between the clients' adapters and the previous global adapter,
-    and ``caps`` the clients' maximum ratios to the median distance, at least 1; by default, 10.
+    and ``caps`` the clients' maximum ratios to the median distance; by default, 10.
     Clients with a distance of 0 are ignored when the median is computed.
     """
     moved = [each for each in distances.values() if each > 0]
@@ -52,16 +52,16 @@ def update_factors(distances: Mapping[str, float], caps: Mapping[str, float]) ->
 
 
 def update_caps(
-    sizes: Mapping[str, int], agreed: Mapping[str, int] | None, equal_steps: bool
+    sizes: Mapping[str, int], agreed: Mapping[str, int] | None, most: float
 ) -> dict[str, float]:
     """Return each client's maximum ratio of its update's norm to the median norm.
 
-    ``sizes`` and ``agreed`` are those of ``believed_sizes``, whose result decides: the ratio of a
-    client without an agreement is divided by the ratio of its data size to the median data size, if
-    that is above 1. Otherwise, a client could exceed the typical influence, which is the product of
-    weight and norm, by the product of both caps.
+    It is ``most``, except for a client without an agreement (``sizes`` and ``agreed`` are those of
+    ``believed_sizes``): then ``most`` is divided by the ratio of the client's data size, as
+    ``believed_sizes`` returns it, to the median data size if this ratio is above 1. Otherwise, a
+    client could exceed the typical influence, which is the product of weight and norm, by the
+    product of both caps.
     """
-    most = MAX_DISTANCE_EQUAL_STEPS if equal_steps else MAX_DISTANCE
     believed = believed_sizes(sizes, agreed)
     known = sizes.keys() if agreed is None else agreed.keys()
     median = median_low(believed.values()) if believed else 1

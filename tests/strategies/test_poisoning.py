@@ -100,11 +100,13 @@ def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows", "agreed", "ratio"), [(0, 8, None, 10), (2, 8, {}, 3), (2, 10**9, {}, 1)]
+    ("steps", "most", "rows", "agreed", "ratio"),
+    [(0, 0.0, 8, None, 10), (2, 0.0, 8, {}, 3), (2, 0.0, 10**9, {}, 1), (0, 1.5, 8, {}, 1.5)],
 )
-def test_nobody_chooses_the_global_adapter(values, tmp_path, steps, rows, agreed, ratio):
+def test_nobody_chooses_the_global_adapter(values, tmp_path, steps, most, rows, agreed, ratio):
     """With 8 of 44 rows, gamma sends values that would give the uncapped mean that it wants."""
     values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": steps}
+    values |= {"max-distance": most}
 
     def change(reply):
         return filled("train", 5.0 * 44 / 8)(claiming(rows)(reply))

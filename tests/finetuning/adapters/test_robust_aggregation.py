@@ -47,18 +47,18 @@ def test_an_update_is_capped_at_a_multiple_of_the_median_of_the_others(values, c
     assert update_factors(dict(reversed(values.items())), caps) == factors
 
 
-@given(sizes, sizes, st.booleans())
-def test_sizes_are_limited_by_agreements_or_the_median_of_the_others(values, agreed, equal_steps):
+@given(sizes, sizes, st.floats(1, 10))
+def test_sizes_are_limited_by_agreements_or_the_median_of_the_others(values, agreed, most):
     """Without an agreement, the product of size and distance is limited like the distance."""
     known = {name: min(size, agreed.get(name, size)) for name, size in values.items()}
-    believed, caps = believed_sizes(values, agreed), update_caps(values, agreed, equal_steps)
+    believed, caps = believed_sizes(values, agreed), update_caps(values, agreed, most)
     for name, size in known.items():
         median = others_median(known, name) if len(known) > 1 else size
         assert believed[name] == (size if name in agreed else min(size, 3 * median))
         ratio = 1.0 if name in agreed else max(1.0, believed[name] / median)
-        assert caps[name] == pytest.approx((3 if equal_steps else 10) / ratio)
+        assert caps[name] == pytest.approx(most / ratio)
     assert believed_sizes(values, None) == values
-    assert set(update_caps(values, None, equal_steps).values()) == {3 if equal_steps else 10}
+    assert set(update_caps(values, None, most).values()) == {most}
 
 
 @given(st.integers(0, 100), st.floats(1e-9, 1.0))
