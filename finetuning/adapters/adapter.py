@@ -23,6 +23,10 @@ from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
 
+_EXPERTS = (
+    "it names experts or a router, whose matrices can't be adapted (nor can other layers of the "
+    'same name); name only layers that all tokens pass through, or use "all-linear"'
+)
 # Name, within the model, of the parameter that PEFT saves as ``prompt_embeddings``.
 _PREFIX = "prompt_encoder.default.embedding.weight"
 
@@ -51,12 +55,16 @@ def attach_adapter(
             model.add_adapter(name, config)
         else:
             model = get_peft_model(model, config, adapter_name=name)
+        # PEFT has replaced the names of modules that transformers fuses to the experts' matrices.
+        if getattr(config, "target_parameters", None):
+            raise ValueError(_EXPERTS)
         config.base_model_name_or_path = base  # PEFT sets the folder that it was loaded from
     except ValueError as error:
+        reason = _EXPERTS if "ParamWrapper" in str(error) else error
         setting = f'adapter.targets = "{settings.targets}"'
         if settings.kind == "prefix":
             setting = 'adapter.kind = "prefix"'
-        raise BaseModelError(f"{setting} does not fit this model: {error}") from error
+        raise BaseModelError(f"{setting} does not fit this model: {reason}") from error
     for parameter in trainable_parameters(model).values():
         parameter.data = parameter.data.float()
     if is_mixed_precision(model.device, model.dtype):

@@ -20,27 +20,37 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
     batches processed within the context must have exactly ``rows`` rows.
 
     Yield leaf tensors (rows, …), keyed by the parameters' names. Raise a BaseModelError if an
-    adapted module is not a linear layer, or its input has no row dimension, as in an output head or
-    in an expert of a mixture of experts.
+    adapted module is not a linear layer, isn't called within the context, or its input has no row
+    dimension, as in an output head or in an expert of a mixture of experts.
     """
     copies: dict[str, torch.Tensor] = {}
+    unused: set[str] = set()
     with ExitStack() as hooks:
         for name, parameter in trainable_parameters(peft_model).items():
             copies[name] = parameter.detach().expand(rows, *parameter.shape).requires_grad_()
             path, _, kind = name.rpartition(".")
             module = peft_model.get_submodule(path)
             if isinstance(module, torch.nn.Linear) and kind == "weight" and module.bias is None:
-                hook = partial(_by_row, path, copies[name])
+                unused.add(path)
+                hook = partial(_by_row, path, copies[name], unused)
                 hooks.enter_context(module.register_forward_hook(hook))
             elif "prompt_encoder" not in name:
                 raise _not_by_row(path)
         yield copies
+    if unused:  # the model reads their weights without calling them
+        raise _not_by_row(min(unused))
 
 
 def _by_row(
-    path: str, weights: torch.Tensor, _: Any, inputs: tuple[torch.Tensor], __: torch.Tensor
+    path: str,
+    weights: torch.Tensor,
+    unused: set[str],
+    _: Any,
+    inputs: tuple[torch.Tensor],
+    __: torch.Tensor,
 ) -> torch.Tensor:
     """Recompute the output of the module at a path with separate weights for each row."""
+    unused.discard(path)
     (hidden,) = inputs
     if hidden.ndim != 3 or len(hidden) != len(weights):
         raise _not_by_row(path)

@@ -25,10 +25,6 @@ OUTSIDE = {
         "embed_positions": ["model.decoder.embed_positions"],
     },
     "bloom": {"word_embeddings": ["transformer.word_embeddings"]},
-    "mixtral": {
-        "w1,w2,w3": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
-        "gate": ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
-    },
     "phimoe": {"router": ["model.layers.0.mlp.router", "model.layers.1.mlp.router"]},
     "jetmoe": {"mlp.router.layer": [f"model.layers.{n}.mlp.router.layer" for n in (0, 1)]},
 }
@@ -98,18 +94,20 @@ def test_numbered_experts_depend_on_single_tokens(tmp_path):
     }
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("architecture", "targets", "changes"),
-    [
-        ("llama", "q_proj,o_proj,down_proj,embed_tokens", {}),
-        ("mixtral", "k_proj,w1,w2,w3", {"num_local_experts": 16}),
-    ],
+    ("architecture", "targets"),
+    [("mixtral", "k_proj,w2"), ("mixtral", "gate"), ("Qwen3Next", "down_proj")],
 )
-def test_only_other_modules_have_parameters_that_some_tokens_don_t_change(
-    random_model, tmp_path, architecture, targets, changes
-):
-    settings = AdapterSettings(targets=targets, dropout=0.0)
-    model = random_model(architecture, **changes)
+def test_experts_and_their_routers_are_refused(random_model, architecture, targets, dropout):
+    settings = AdapterSettings(targets=targets, dropout=dropout)
+    with pytest.raises(BaseModelError, match=r"experts or a router.*use \"all-linear\""):
+        attach_adapter(random_model(architecture), settings, None)
+
+
+def test_only_other_modules_have_parameters_that_some_tokens_don_t_change(random_model, tmp_path):
+    settings = AdapterSettings(targets="q_proj,o_proj,down_proj,embed_tokens", dropout=0.0)
+    model = random_model()
     model.config.save_pretrained(tmp_path)
     model = attach_adapter(model, settings, None)
     for parameter in trainable_parameters(model).values():

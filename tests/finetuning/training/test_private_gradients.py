@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
 from finetuning.data.batching import collate
@@ -105,6 +106,14 @@ def test_modules_that_mix_rows_are_refused(random_model, draw_examples, architec
     model = WholeModel(with_effect(random_model(architecture), settings))
     with pytest.raises(BaseModelError, match=rf"{module}.*adapter\.targets"):
         model.row_gradients(collate(draw_examples(3), 0))
+
+
+def test_experts_whose_gradients_would_be_zero_are_refused(random_model, draw_examples):
+    """The model reads their weights without calling the modules that a hook replaces."""
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    model = get_peft_model(random_model("mixtral"), config)
+    with pytest.raises(BaseModelError, match=r"can't be computed in .*experts.*lora_A"):
+        WholeModel(model).row_gradients(collate(draw_examples(3), 0))
 
 
 @pytest.mark.parametrize("settings", [LORA, PREFIX], ids=["lora", "prefix"])
