@@ -3,15 +3,24 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from chambers.disk_space import existing
 from chambers.errors import CommandError, interrupt_at_end
-from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option
+from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option, trained_on
+from chambers.train import count_clients
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import SavedAdapter, read_adapter
+
+if TYPE_CHECKING:
+    from chambers.models import Source
+    from finetuning.data.rows import Row
+
+# Maximum number of rows on which a merged model's loss is compared with the adapter's, and the
+# maximum number of tokens per row.
+_COMPARED, _LONGEST = 16, 800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +78,10 @@ class Merge:
 
     ADAPTER is the folder of an exported LoRA adapter. FOLDER is a new folder for the merged model:
     a checkpoint that transformers and other programs load without PEFT or Chambers, with the
-    tokenizer, the chat template and a model card.
+    base model's other files and a model card.
+
+    If the run quantised the base model, the adapter is added to the values of the quantised
+    weights, for which it was trained. The merged model's loss is compared with the adapter's.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     adapter: Annotated[Path, argument("ADAPTER")]
@@ -81,6 +93,14 @@ class Merge:
         Literal["auto", "float32", "bfloat16", "float16"],
         option("Precision of the merged weights; default auto, that of the base model."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "nf4", "int8"] | None,
+        option("Quantisation of the weights to merge into; default: as in the run, else none."),
+    ] = None
+    data: Annotated[
+        Path | None,
+        option("Rows on which losses are compared; default: held-out rows of the run.", "FILE"),
+    ] = None
 
     def __call__(self) -> int:
         """Write the merged model."""
@@ -109,33 +129,77 @@ class Merge:
         from finetuning.adapters.model_card import merged_card
 
         losses = _losses(run, self.adapter) if run else {}
+        rows, origin = _held_out(run, self.data)
         source = find(options, None)
-        name, quantization = source.settings.name, source.settings.quantization
+        name, trained = source.settings.name, trained_on(adapter, run)
+        quantization = self.quantization or trained or "none"
+        as_trained = source.settings.model_copy(update={"quantization": trained or quantization})
         fetch_licence(name)
         if run is None:
+            unknown = "" if trained else ", or was quantised in training (--quantization)"
             print(
                 f"{self.adapter} is not in a run's folder, so this command can't check whether "
-                f"{name} is its base model, or was quantised in training",
+                f"{name} is its base model{unknown}",
                 file=sys.stderr,
             )
-        if quantization != "none":
-            print(
-                f"the adapter was trained on weights quantised to {quantization}; it is merged "
-                "into the unquantised weights, so answers can differ slightly",
-                file=sys.stderr,
-            )
-        model = merge(adapter, source.directory, self.dtype)
+        before = _loss(replace(source, settings=as_trained), rows)
+        changed = merge(adapter, source.directory, self.dtype, quantization)
         card = merged_card(
             adapter=self.adapter.resolve(),
             base=name,
             directory=source.directory,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=str(next(iter(changed.values())).dtype).removeprefix("torch."),
             quantization=quantization,
             losses=losses,
         )
-        save_merged(model, source.directory, self.folder, card)
-        print(f"{self.folder}: {name} with the adapter merged; to use it:")
-        print(f"  chambers generate --model {shlex.quote(str(self.folder.absolute()))} …")
+        save_merged(changed, source.directory, self.folder, self.dtype, card)
+        del changed
+        target = str(self.folder.absolute())
+        settings = source.settings.model_copy(update={"name": target, "quantization": "none"})
+        after = _loss(replace(source.bare, settings=settings, directory=self.folder), rows)
+        print(
+            f"loss on {len(rows)} {origin}, in nats per token: {before:.4f} with the adapter, "
+            f"{after:.4f} merged\n{self.folder}: {name} with the adapter merged; to use it:\n"
+            f"  chambers generate --model {shlex.quote(target)} …"
+        )
+
+
+def _held_out(run: RunFolder | None, file: Path | None) -> "tuple[list[Row], str]":
+    """Return rows of a file, else of the run's clients if they are here, else generated ones."""
+    from client_app.data import read_client_data
+    from finetuning.data.rows import read_rows
+    from finetuning.settings import DataSettings
+
+    if file:
+        return read_rows(file)[:_COMPARED], f"rows of {file}"
+    config = run.config if run else {}
+    found = {k.removeprefix("data."): v for k, v in config.items() if k.startswith("data.")}
+    settings = DataSettings.model_validate(found)
+    if not Path(settings.path).expanduser().exists():
+        settings = settings.model_copy(update={"path": ""})
+    count = count_clients({"data.path": settings.path, "data.pool": settings.pool})
+    nodes = [{"partition-id": index, "num-partitions": count} for index in range(count)]
+    clients = [read_client_data(settings, node, config.get("seed", 0)).test for node in nodes]
+    rows = [row for each in zip(*clients, strict=False) for row in each]
+    return rows[
+        :_COMPARED
+    ], f"held-out rows in {settings.path}" if settings.path else "generated rows"
+
+
+def _loss(source: "Source", rows: "list[Row]") -> float:
+    """Return a model's loss on the targets of rows, in nats per token."""
+    from chambers.models import opened
+    from finetuning.data.tokenization import tokenize
+    from finetuning.evaluation.held_out import held_out_loss
+    from finetuning.model.base_model import load_tokenizer
+    from finetuning.model.positions import trained_positions
+
+    tokenizer = load_tokenizer(source.directory)
+    longest = min(_LONGEST, trained_positions(source.directory))
+    examples, _ = tokenize(rows, tokenizer, int(longest))
+    model: Any
+    with opened(source) as model:
+        return held_out_loss(model, examples, tokenizer.pad_token_id, 4).loss
 
 
 def _fetch(name: str) -> Path:

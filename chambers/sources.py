@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class AdapterOptions(BaseModelOptions):
         return ModelSettings(
             name=name,
             dtype=self.dtype or config.get("model.dtype", "auto"),
-            quantization=self.quantization or config.get("model.quantization", "none"),
+            quantization=self.quantization or trained_on(adapter, run) or "none",
         )
 
 
@@ -178,6 +179,17 @@ def find_run(adapter: SavedAdapter | None) -> RunFolder | None:
         if folder.name == "adapters" and (folder.parent / _BASE).is_file():
             return read_run(folder.parent)
     return None
+
+
+def trained_on(adapter: SavedAdapter | None, run: RunFolder | None) -> Any:
+    """Return the base model's quantisation in training, or None if it isn't known."""
+    if run:
+        return run.config.get("model.quantization", "none")
+    # Copied adapters have the run's settings in their cards.
+    card = adapter.directory / "README.md" if adapter else Path()
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    found = re.search(r"^model\.quantization = '(\w+)'$", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def global_adapter(run: Path) -> Path:

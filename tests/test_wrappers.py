@@ -1,10 +1,15 @@
 """The text part of models that also accept images or sound, from their published layouts."""
 
+import re
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
+from finetuning.adapters.merging import merge, save_merged
+from finetuning.adapters.saved import SavedAdapter
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import BaseModelError, refuse_unless_causal
@@ -86,6 +91,30 @@ def test_the_parts_of_the_text_part_compute_the_same(wrapper):
                 assert torch.equal(split_logits(parts, tokens, side), expected), (cut, side)
     model = ModelSettings(name=str(directory))
     check_exactness(directory, model, partition_of(directory, SETTINGS), generation=True)
+
+
+def test_merging_changes_only_adapted_tensors(wrapper, tmp_path):
+    directory, published = wrapper
+    tokens, settings = draw_tokens(), AdapterSettings(rank=2, dropout=0.0, targets="q_proj,lm_head")
+    model = attach_adapter(whole_model(directory), settings, None)
+    for parameter in trainable_parameters(model).values():
+        parameter.data = 0.2 * torch.randn_like(parameter)
+    adapter = SavedAdapter(tmp_path, settings, export_adapter(model), "")
+    folder = tmp_path / "merged"
+    save_merged(merge(adapter, directory, "auto", "none"), directory, folder, "auto", "")
+    before, after = (load_file(each / "model.safetensors") for each in (directory, folder))
+    changed = {n for n, v in after.items() if n not in before or not torch.equal(v, before[n])}
+    assert before.keys() <= after.keys()
+    assert all(re.search(r"language_model.*q_proj|lm_head", name) for name in changed)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        assert not torch.allclose(published(input_ids=tokens).logits, expected, atol=1e-2)
+        kind = type(published)
+        if "text" not in kind.config_class.model_type:  # as programs load the whole folder
+            own = kind.from_pretrained(folder)(input_ids=tokens).logits
+            torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
+    text = whole_model(folder)(input_ids=tokens).logits
+    torch.testing.assert_close(text, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_documentation_lists_the_families_that_are_tested():

@@ -90,7 +90,8 @@ def merged_card(
     """Describe a merged model in Markdown, with the YAML metadata that the Hugging Face Hub reads.
 
     ``adapter`` is the adapter's folder, ``base`` the base model's name, ``directory`` its
-    checkpoint, and ``quantization`` its quantisation in training. ``losses`` maps clients to the
+    checkpoint, and ``quantization`` that of the weights that the
+    adapter was added to. ``losses`` maps clients to the
     held-out losses, in nats per token, of the base model and of the adapter. The adapter's
     card, with data sizes and run config, is appended.
     """
@@ -108,7 +109,7 @@ def merged_card(
     quantised = (
         ""
         if quantization == "none"
-        else f"- Trained on weights quantised to {quantization}, but merged into unquantised ones\n"
+        else f"- Added to the values of weights quantised to {quantization}\n"
     )
     held_out = ""
     if losses:

@@ -1,7 +1,7 @@
 """Read adapters exported by earlier runs, strictly in PEFT's format."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,26 +39,23 @@ _INCIDENTAL |= {*_SELECTING, "target_modules", "lora_alpha", "use_rslora"}
 # Accepted LoRA initialisations.
 _PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 # Why some features of PEFT aren't supported, by key, or by kind of initialisation.
-_CHANGES_BASE = "it changes the base model's weights, so losses and digests would be wrong"
-_PRIVATE = "its first factors are computed from private text"
-_PATTERN = "programs that serve adapters ignore patterns, and so use a wrong scale"
-_WHOLE = "whole matrices are large, and differ from those that they are tied to"
-_BIAS = "the base model's biases stay changed without the adapter"
 _REASONS = {
-    "alpha_pattern": _PATTERN,
-    "bias": _BIAS,
-    "corda": _PRIVATE,
-    "eva": _PRIVATE,
+    **dict.fromkeys(
+        ("pissa", "olora", "loftq"),
+        "it changes the base model's weights, so losses and digests would be wrong",
+    ),
+    **dict.fromkeys(
+        ("rank_pattern", "alpha_pattern"),
+        "programs that serve adapters ignore patterns, and so use a wrong scale",
+    ),
+    **dict.fromkeys(
+        ("modules_to_save", "trainable_token_indices"),
+        "whole matrices are large, and differ from those that they are tied to",
+    ),
+    **dict.fromkeys(("eva", "corda", "lora_ga"), "its factors come from private text"),
+    **dict.fromkeys(("bias", "lora_bias"), "biases stay changed without the adapter"),
     "layer_replication": "it changes the number of blocks",
-    "loftq": _CHANGES_BASE,
-    "lora_bias": _BIAS,
-    "lora_ga": _PRIVATE,
-    "modules_to_save": _WHOLE,
-    "olora": _CHANGES_BASE,
-    "pissa": _CHANGES_BASE,
-    "rank_pattern": _PATTERN,
     "target_parameters": "experts have no gradients for each row",
-    "trainable_token_indices": _WHOLE,
     "use_dora": "the mean of DoRA's factors is not the mean of the models",
 }
 _SHOWN = 4
@@ -79,6 +76,12 @@ class SavedAdapter:
     settings: AdapterSettings
     state: "State"
     base: str
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the adapted modules in the model."""
+        prefix = "base_model.model."
+        return sorted({name.removeprefix(prefix).partition(".lora_")[0] for name in self.state})
 
 
 def read_adapter(directory: Path) -> SavedAdapter:
@@ -118,12 +121,12 @@ def read_adapter(directory: Path) -> SavedAdapter:
         state = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{directory / _WEIGHTS} can't be read: {error}") from error
+    base = str(found.base_model_name_or_path or "")
+    adapter = SavedAdapter(directory=directory, settings=settings, state=state, base=base)
     selecting = [values.get(key) for key in _SELECTING]
     if isinstance(values.get("target_modules"), str) or any(v not in (None, []) for v in selecting):
-        paths = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in state}
-        settings = settings.model_copy(update={"targets": ",".join(sorted(paths))})
-    base = str(found.base_model_name_or_path or "")
-    return SavedAdapter(directory=directory, settings=settings, state=state, base=base)
+        settings = settings.model_copy(update={"targets": ",".join(adapter.paths)})
+    return replace(adapter, settings=settings)
 
 
 def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") -> "State":

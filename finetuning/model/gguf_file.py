@@ -17,7 +17,7 @@ from typing import Any
 
 from finetuning.files import cache_directory, cached, stamps
 
-_ORIGIN = "gguf.json"
+ORIGIN = "gguf.json"
 _MAGIC = b"GGUF"
 # Version of the conversion and its checks; part of a checkpoint's name in the cache.
 _VERSION = 3
@@ -67,7 +67,7 @@ def origin_of(directory: Path) -> dict[str, str] | None:
 
     The keys are ``file`` (its name without the folder), ``sha256`` and ``quantization``.
     """
-    file = directory / _ORIGIN
+    file = directory / ORIGIN
     origin: dict[str, str] | None = json.loads(file.read_text()) if file.is_file() else None
     return origin
 
@@ -177,7 +177,7 @@ def _convert(file: Path, digest: str, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(directory)
     origin = {"file": file.name, "sha256": digest, "quantization": header.quantization}
-    (directory / _ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+    (directory / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
 
 
 _INSTEAD = "use the checkpoint in safetensors format that the GGUF file was made from"

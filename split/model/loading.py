@@ -26,6 +26,7 @@ from finetuning.model.checkpoint import INDEX, WEIGHTS, read_index
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import hand_over
+from finetuning.model.tensor_names import full_names
 from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
 from split.model.devices import map_of_part
@@ -34,7 +35,6 @@ from split.model.partition import (
     PARTIES,
     Partition,
     PartyName,
-    full_names,
     part_class,
     partition_of,
     tensors_of_part,

@@ -7,21 +7,15 @@ whole model and keeps its name, so names of tensors and adapters need no transla
 
 import copy
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
 
-from finetuning.model.base_model import TEXT_TENSORS, BaseModelError, text_config
+from finetuning.model.base_model import BaseModelError, text_config
 from finetuning.model.placement import path_of_blocks
 from split.settings import SplitSettings
 
@@ -97,23 +91,6 @@ def part_class(whole: Any, partition: Partition, party: PartyName) -> Any:
 
     names = {"__module__": kind.__module__, "base_model_prefix": whole.base_model_prefix}
     return type(kind.__name__, (kind,), {"__init__": build, **names})
-
-
-def full_names(whole: Any, names: Collection[str]) -> dict[str, str]:
-    """Map names in a checkpoint to names in the model that ``transformers`` loads from it.
-
-    Names in a checkpoint may lack the backbone's prefix, be from an older version of the library,
-    or refer to matrices that are concatenated on loading. ``whole`` is the result of `outline`.
-    """
-    changes = get_model_conversion_mapping(whole, TEXT_TENSORS)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    prefix, expected = whole.base_model_prefix, whole.state_dict()
-    result = {}
-    for name in sorted(names):
-        renamed, _ = rename_source_key(name, renamings, converters, prefix, expected)
-        result[name] = name if renamed not in expected and name in expected else renamed
-    return result
 
 
 def tensors_of_part(

@@ -1,6 +1,7 @@
 """``chambers merge``: other programs load the folder, whose model answers as the adapter's does."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -74,21 +75,49 @@ def test_lm_evaluation_harness_scores_the_folder_as_the_adapter(run_folder, base
 
 
 def test_precision_is_the_checkpoint_s_or_chosen(run_folder, base, tmp_path, capsys):
-    """An adapter trained on quantised weights is merged into the checkpoint's weights."""
     half = tmp_path / "half"
     write_checkpoint(half, blocks=4)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
     model.save_pretrained(half)
-    run = write_run(tmp_path / "run", half, **{"model.quantization": "nf4"})
-    adapter = run / "adapters" / "global"
-    assert main(["merge", str(adapter), str(tmp_path / "as-stored")]) == 0
-    assert "quantised to nf4" in capsys.readouterr().err
-    card = (tmp_path / "as-stored" / "README.md").read_text()
-    assert "Precision: float16" in card and "quantised to nf4" in card
+    adapter = write_run(tmp_path / "run", half) / "adapters" / "global"
+    told(capsys, "merge", adapter, tmp_path / "as-stored")
+    assert "Precision: float16" in (tmp_path / "as-stored" / "README.md").read_text()
     assert json.loads((tmp_path / "as-stored" / "config.json").read_text())["dtype"] == "float16"
     told(capsys, "merge", adapter, tmp_path / "chosen", "--dtype", "float32")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "chosen", dtype="auto")
     assert stored.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantised_weights_keep_their_values(base, tmp_path, capsys, kind):
+    """The adapter has compensated for the rounding of the weights that it was trained on."""
+    run = write_run(tmp_path / "run", base, **{"model.quantization": kind})
+    copied = shutil.copytree(run / "adapters" / "global", tmp_path / "elsewhere")
+    losses = {}
+    for name, words in (
+        ("in the run", [run / "adapters" / "global"]),
+        ("copied", [copied, "--model", base]),
+        ("unquantised", [run / "adapters" / "global", "--quantization", "none"]),
+    ):
+        shown = told(capsys, "merge", words[0], tmp_path / name, *words[1:])
+        found = re.search(r"16 generated rows.*: (\S+) with the adapter, (\S+) merged", shown)
+        losses[name] = [float(loss) for loss in found.groups()]
+    assert losses["in the run"] == losses["copied"]
+    near = 1e-3 if kind == "nf4" else 1e-2  # int8 also rounds what layers are given
+    assert losses["copied"][0] == pytest.approx(losses["copied"][1], abs=near)
+    assert losses["unquantised"][0] == losses["copied"][0]
+    if kind == "nf4":
+        assert abs(losses["unquantised"][1] - losses["copied"][1]) > 2e-3
+    assert f"quantised to {kind}" in (tmp_path / "copied" / "README.md").read_text()
+
+
+def test_own_rows_show_what_merging_changes(run_folder, tmp_path, capsys):
+    rows = [{"instruction": PROMPT, "output": "void"}] * 3
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [run_folder / "adapters" / "global", tmp_path / "merged"]
+    assert f"on 3 rows of {tmp_path}/own.jsonl, in" in told(
+        capsys, "merge", *words, "--data", tmp_path / "own.jsonl"
+    )
 
 
 def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):

@@ -57,7 +57,7 @@ def test_an_adapter_has_the_effect_that_it_has_in_peft(checkpoint, write, change
         ("init_lora_weights", "pissa_niter_4", "changes the base model's weights"),
         ("init_lora_weights", "olora", "changes the base model's weights"),
         ("init_lora_weights", "eva", "private text"),
-        ("bias", "lora_only", "biases"),
+        ("bias", "lora_only", "biases stay"),
         ("modules_to_save", ["lm_head"], "whole matrices"),
         ("rank_pattern", {"q_proj": 2}, "wrong scale"),
         ("target_parameters", ["experts.down_proj"], "experts"),

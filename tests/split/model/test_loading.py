@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 import split.model.checkpoint
 from finetuning.model.base_model import BaseModelError, load_base_model, outline
 from finetuning.model.fingerprint import differences, fingerprint
+from finetuning.model.tensor_names import full_names
 from finetuning.settings import ModelSettings
 from split.model.checkpoint import Checkpoint, compared
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import (
     Partition,
-    full_names,
     part_class,
     tensors_of_part,
 )
