@@ -17,6 +17,7 @@ from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
 from finetuning.model.base_model import load_base_model, load_tokenizer, locate, outline
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.names import public_name
 from finetuning.model.positions import check_positions
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import ModelSettings
@@ -48,6 +49,21 @@ class Source:
     def columns_before(self) -> int:
         """Number of prefix positions before the tokens of each row."""
         return self.adapter.settings.columns_before if self.adapter else 0
+
+    @property
+    def description(self) -> str:
+        """A sentence that says what the model is, without paths of this machine."""
+        base = public_name(self.settings.name)
+        if self.adapter is None:
+            adapter = f"the adapter {self.chosen}" if self.chosen != "base" else "no adapter"
+        else:
+            run, name = find_run(self.adapter), self.adapter.directory.name
+            kind = "global" if name == "global" else f"personalised ({name})"
+            adapter = f"the adapter {name}"
+            if run:
+                adapter = f"the {kind} adapter of the run {run.directory.name}"
+        where = "; a block server computes its middle blocks" if self.invitation else ""
+        return f"{base} with {adapter}{where}."
 
     @property
     def bare(self) -> "Source":

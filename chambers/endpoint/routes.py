@@ -16,7 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from pydantic import ValidationError
+from markdown_it import MarkdownIt
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -46,6 +47,15 @@ _PAGE_HEADERS = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 }
+# Raw HTML is escaped. Links and images could make a browser send a conversation elsewhere.
+_MARKDOWN = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table")
+_MARKDOWN.disable(["autolink", "image", "link", "reference"])
+
+
+class _Text(BaseModel):
+    """A text to be shown."""
+
+    text: str
 
 
 def routes(answerer: Answerer, key: str | None, origins: Sequence[str] = ()) -> Starlette:
@@ -63,6 +73,7 @@ def routes(answerer: Answerer, key: str | None, origins: Sequence[str] = ()) -> 
             Route("/v1/models/{name:path}", endpoint.model),
             Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
             Route("/v1/completions", endpoint.completion, methods=["POST"]),
+            Route("/markdown", endpoint.markdown, methods=["POST"]),
         ],
         middleware=[Middleware(CORSMiddleware, **allowed)] if origins else [],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refuse),
@@ -122,6 +133,11 @@ class _Endpoint:
         prompts = [partial(self._tokens, prompt) for prompt in wanted.prompt]
         return await self._respond(http, wanted, "prompt", prompts, CompletionReply)
 
+    async def markdown(self, http: HttpRequest) -> Response:
+        """Return a text in Markdown as HTML, for the chat page."""
+        text = await self._read(http, _Text)
+        return JSONResponse({"html": _MARKDOWN.render(text.text)})
+
     def _tokens(self, prompt: str | list[int]) -> torch.Tensor:
         """Return a prompt's tokens; raise ``CommandError`` if one isn't in the vocabulary."""
         tokenizer = self.answerer.tokenizer
@@ -131,7 +147,8 @@ class _Endpoint:
         return torch.tensor(ids, dtype=torch.int64)
 
     def _described(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "chambers"}
+        about = {"object": "model", "created": self.started, "owned_by": "chambers"}
+        return {"id": name, **about, "description": self.answerer.sources[name].description}
 
     def _authenticate(self, http: HttpRequest) -> None:
         # Prevent DNS rebinding, with which a web page could send requests.
@@ -163,7 +180,6 @@ class _Endpoint:
             wanted = form.model_validate_json(bytes(body))
         except ValidationError as error:
             raise refusal_of(error) from error
-        self._known(wanted.model)
         return wanted
 
     async def _respond(
@@ -174,6 +190,7 @@ class _Endpoint:
         prompts: Sequence[Callable[[], torch.Tensor]],
         form: type[CompletionReply],
     ) -> Response:
+        self._known(wanted.model)
         submitted = await self._submit(wanted, parameter, prompts)
         reply = form(wanted.model, self.answerer.tokenizer, submitted.prompt_tokens)
         pieces = submitted.until_disconnected(http)

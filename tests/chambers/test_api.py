@@ -611,6 +611,13 @@ def test_the_page_has_all_that_it_needs(whole):
     assert not re.search(r"(src|href)=.(?!data:)", page.text)
     assert "://" not in page.text
     assert "default-src 'none'" in page.headers["content-security-policy"]
+    text = "**b** <script>x</script> ![i](http://x.org/i.png) [l](http://x.org)"
+    shown = httpx.post(str(client.base_url.copy_with(path="/markdown")), json={"text": text}).json()
+    assert "<strong>b</strong> &lt;script&gt;" in shown["html"]
+    assert "<img" not in shown["html"] and "href" not in shown["html"]
+    about = {model.id: model.description for model in client.models.list()}
+    assert "with the global adapter of the run" in about["global"]
+    assert about["base"].endswith("with no adapter.") and "/" not in about["base"]
 
 
 @pytest.mark.slow
@@ -656,7 +663,7 @@ def test_models_answer_side_by_side_in_a_browser(run_folder, tmp_path):
             page.wait_for("document.querySelector('#stop').hidden")
             shown = page.run(
                 "JSON.stringify([...document.querySelectorAll('section')].map(column => "
-                "[...column.children].map(child => child.textContent)))"
+                "[...column.children].map(c => c.dataset.text ?? c.firstChild.textContent)))"
             )
             for name, *texts in json.loads(shown):
                 asked = []
@@ -669,4 +676,4 @@ def test_models_answer_side_by_side_in_a_browser(run_folder, tmp_path):
                     asked.append({"role": "assistant", "content": said})
                 assert len(texts) == 2 * turn
         page.run("document.querySelector('#new').click()")
-        assert page.run("document.querySelectorAll('section p').length") == 0
+        assert page.run("document.querySelectorAll('.turn').length") == 0
