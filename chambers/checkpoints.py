@@ -25,14 +25,15 @@ _COMPARED, _LONGEST = 16, 800
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Convert a checkpoint that needs remote code.
+    """Convert a checkpoint that needs remote code, or whose weights are quantised.
 
     \b
       chambers convert baichuan-inc/Baichuan-7B ~/models/baichuan-7b
       chambers convert ~/downloads/chatglm3-6b ~/models/chatglm3-6b
 
     SOURCE is a checkpoint's folder or its id on the Hugging Face Hub. Baichuan-7B and Baichuan2-7B
-    become Llama models; ChatGLM2-6B and ChatGLM3-6B become GLM models. TARGET is a new folder, to
+    become Llama models; ChatGLM2-6B and ChatGLM3-6B become GLM models. Weights in MXFP4 (gpt-oss)
+    and FP8 (DeepSeek-V3, Ministral 3) are written in bfloat16. TARGET is a new folder, to
     which the command writes the tensors in safetensors format, a fast tokenizer, the chat template,
     and a README.md with the digests of the original's files. To use the converted model, set
     model.name to TARGET. The original's code is never run. docs/models.md names unsupported models.
@@ -61,10 +62,10 @@ class Convert:
         if self.chatglm_version:
             version = 2 if self.chatglm_version == "2" else 3
         try:
-            plan = convert(folder if folder.is_dir() else _fetch(self.source), target, version)
+            what = convert(folder if folder.is_dir() else _fetch(self.source), target, version)
         except ConversionError as error:
             raise CommandError(f"{self.source}: {error}") from error
-        print(f"{target}: {plan.model}, converted to {plan.config.architectures[0]}; to use it:")
+        print(f"{target}: {what}; to use it:")
         print(f"  chambers train model.name={target.absolute()} …")
         return 0
 
@@ -206,7 +207,8 @@ def _fetch(name: str) -> Path:
     """Download a checkpoint, with PyTorch's weight files only if it has no safetensors files."""
     from finetuning.model.base_model import BaseModelError, fetch
 
-    common = ("*.json", "tokenizer.model", "LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")
+    licences = ("LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")
+    common = ("*.json", "*.jinja", "tokenizer.model", *licences)
     try:
         folder = fetch(name, (*common, "model*.safetensors"))
         if any(folder.glob("model*.safetensors")):

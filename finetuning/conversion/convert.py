@@ -13,6 +13,7 @@ import torch
 from finetuning.conversion.baichuan import plan_baichuan
 from finetuning.conversion.chatglm import Version, plan_chatglm
 from finetuning.conversion.plan import ConversionError, Plan
+from finetuning.conversion.quantized import GROWTH, dequantize, quantization_of
 from finetuning.conversion.tokenizer import convert_tokenizer
 from finetuning.conversion.weights import read_tensors, weight_files, write_shards
 from finetuning.files import replacing
@@ -24,19 +25,27 @@ _LICENCES = ("LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")
 
 def convert(
     source: Path, target: Path, version: Version | None = None, shard_bytes: int = _SHARD_BYTES
-) -> Plan:
+) -> str:
     """Write an equivalent checkpoint that ``transformers`` loads without remote code.
 
-    Tensors keep their precision. Memory is needed for one source tensor and one target file, which
-    has at most ``shard_bytes``, or one larger tensor. A source file in PyTorch's old format (not
-    zip) is loaded as a whole. The target folder appears only when it is complete. ``version`` is
-    ChatGLM's, and is required if neither ``config.json`` nor the folder's name contains it.
+    Return a phrase that says what has been converted. Tensors keep their precision, except that
+    quantised weights are written in bfloat16; see `dequantize`. Memory is needed for one source
+    tensor and one target file, which has at most ``shard_bytes``, or one larger tensor. A source
+    file in PyTorch's old format (not zip) is loaded as a whole. The target folder appears only when
+    it is complete. ``version`` is ChatGLM's, and is required if neither ``config.json`` nor the
+    folder's name contains it.
 
     Raise a ConversionError, and write nothing, if the checkpoint can't be converted.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = _read_json(source / "config.json")
+    method = quantization_of(config).get("quant_method")
+    if method in GROWTH:
+        size = sum(file.stat().st_size for file in weight_files(source))
+        _refuse_full_disk(target, GROWTH[method] * size)
+        dequantize(source, target, config, shard_bytes)
+        return f"weights in bfloat16 instead of {method}"
     plan = _plan(config, source, version)
     files = weight_files(source)
     tokenizer = convert_tokenizer(source / "tokenizer.model", plan)
@@ -61,7 +70,7 @@ def convert(
                 shutil.copy(file, aside)
         note = _note(plan=plan, config=config, source=source, files=files)
         (aside / "README.md").write_text(note, encoding="utf-8")
-    return plan
+    return f"{plan.model}, converted to {plan.config.architectures[0]}"
 
 
 def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> Plan:

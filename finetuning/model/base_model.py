@@ -366,11 +366,13 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
 
 def refuse_quantized(config: Any, directory: Path) -> None:
     """Raise a BaseModelError if a checkpoint was saved with quantised weights."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise BaseModelError(
-            f"the checkpoint in {directory} is already quantised; use the original checkpoint "
-            "instead, with model.quantization"
-        )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = dict(quantization).get("quant_method")
+        remedy = "use the original checkpoint instead, with model.quantization"
+        if method in {"mxfp4", "fp8"}:
+            remedy = f"write its weights in bfloat16 with: chambers convert {directory} FOLDER"
+        raise BaseModelError(f"the checkpoint in {directory} is already quantised; {remedy}")
 
 
 @torch.no_grad()

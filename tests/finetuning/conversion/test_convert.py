@@ -57,10 +57,10 @@ CLOSE = {"rtol": 1e-5, "atol": 2e-5}
 def test_baichuan_is_llama(original, tmp_path, second):
     config = BAICHUAN | ({"z_loss_weight": 0} if second else {})
     folder, tensors = original(config)
-    plan = convert(folder, tmp_path / "converted")
+    what = convert(folder, tmp_path / "converted")
     found, model = logits(tmp_path / "converted")
     assert type(model).__name__ == "LlamaForCausalLM"
-    assert plan.model == ("Baichuan2-7B" if second else "Baichuan-7B")
+    assert what == f"{'Baichuan2-7B' if second else 'Baichuan-7B'}, converted to LlamaForCausalLM"
     expected = baichuan_logits(tensors, config, IDS, normalised_head=second)
     np.testing.assert_allclose(found, expected, **CLOSE)
     assert np.ptp(expected) > 1
