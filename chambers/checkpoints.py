@@ -25,7 +25,7 @@ _COMPARED, _LONGEST = 16, 800
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Convert a checkpoint that needs remote code, or whose weights are quantised.
+    """Convert a checkpoint with remote code or quantised weights.
 
     \b
       chambers convert baichuan-inc/Baichuan-7B ~/models/baichuan-7b

@@ -81,8 +81,8 @@ def test_blocks_at_an_edge_may_be_smaller(tmp_path):
     (tmp_path / "q").mkdir()
     how = {"quant_method": "fp8", "weight_block_size": [2, 2]}
     (tmp_path / "q" / "config.json").write_text(json.dumps({"quantization_config": how}))
-    weight, scale = torch.randn(3, 5).to(torch.float8_e4m3fn), torch.rand(2, 3)
-    tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "a.activation_scale": torch.ones(())}
+    weight, scale, one = torch.randn(3, 5).to(torch.float8_e4m3fn), torch.rand(2, 3), torch.ones(())
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "a.activation_scale": one}
     save_file(tensors, tmp_path / "q" / "model.safetensors")
     convert(tmp_path / "q", tmp_path / "plain")
     (found,) = load_file(tmp_path / "plain" / "model.safetensors").values()
