@@ -9,6 +9,7 @@ from typing import Annotated
 import click
 import typer
 
+from chambers.app_folder import DOCS
 from chambers.checkpoints import Convert, Merge
 from chambers.data import Data
 from chambers.endpoint.chat import Chat
@@ -99,7 +100,8 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="chambers COMMAND --help lists all options. docs/deployment.md describes deployments.",
+    epilog="chambers COMMAND --help lists all options. docs/deployment.md describes deployments; "
+    f"the folder docs is {DOCS}.",
 )
 def _chambers(
     version: Annotated[

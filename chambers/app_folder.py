@@ -11,6 +11,8 @@ _APP = ("server_app", "client_app", "strategies", "federation", "split", "finetu
 
 PROJECT = _ROOT / "pyproject.toml"
 _PRESETS = _ROOT / "presets"
+# The pages that help and errors name.
+DOCS = _ROOT / "docs"
 # Configuration files of a deployment, for the folder /srv/chambers.
 TEMPLATES = _ROOT / "docker"
 

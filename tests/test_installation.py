@@ -86,6 +86,9 @@ def test_the_sdist_gives_the_same_wheel(built, tmp_path):
 def test_the_installed_package_trains(run, tmp_path, checkpoint, client_folders):
     where = run("python", "-c", "import chambers, server_app; print(chambers, server_app)")
     assert where.count("site-packages") == 2
+    # The pages that help and errors name are installed, too.
+    docs = "".join(run("chambers", "--help").split()).rpartition("docsis")[2].rstrip(".")
+    assert (Path(docs) / "deployment.md").is_file()
     run(
         *("chambers", "train", "fedjudge", "rounds=1", "train.local-steps=1"),
         *("evaluate.generate=false", f"model.name={checkpoint}", f"data.path={client_folders}"),
