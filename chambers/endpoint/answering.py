@@ -18,7 +18,6 @@ from chambers.lane_model import LaneModel, explained
 from chambers.models import NO_DRAFT, Draft, Source, opened
 from finetuning.adapters.adapter import load_adapter
 from finetuning.data.candidates import Continuation, candidate_batches
-from finetuning.data.prompts import chat_prompt
 from finetuning.data.tokenization import end_marks
 from finetuning.devices import is_broken, memory_problem
 from finetuning.errors import UserError
@@ -97,14 +96,6 @@ class Answerer:
             self._changed.notify()
         self._thread.join()
         self._resources.close()
-
-    def chat_prompt(self, turns: Sequence[dict[str, str]]) -> torch.Tensor:
-        """Format a conversation as in training, and return its tokens, (tokens,) int64.
-
-        An answer continues a final assistant turn. Raise ``UserError`` if the chat template can't
-        express the conversation.
-        """
-        return chat_prompt(turns, self.tokenizer)
 
     def max_new_tokens(self, model: str, prompt_length: int) -> int:
         """Return the maximum number of tokens in the answer to a prompt.

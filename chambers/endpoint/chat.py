@@ -93,13 +93,14 @@ class _Chat:
     def answer(self, question: str) -> None:
         """Print the models' answers; raise ``UserError`` if the question can't be answered."""
         from chambers.endpoint.answer_stream import Request
+        from finetuning.data.prompts import chat_prompt
 
         pieces: SimpleQueue[tuple[str, Piece | Exception]] = SimpleQueue()  # with the model's name
         user = {"role": "user", "content": question}
         asked = {model: [*self.turns.get(model, []), user] for model in self.models}
         requests = []
         for model, turns in asked.items():
-            prompt = self.answerer.chat_prompt(turns)
+            prompt = chat_prompt(turns, self.answerer.tokenizer)
             longest = self.answerer.max_new_tokens(model, len(prompt))
 
             def emit(piece: "Piece | Exception", model: str = model) -> None:

@@ -32,6 +32,7 @@ from chambers.endpoint.answering import Answerer, BusyError
 from chambers.endpoint.messages import Chat, ChatReply, Completion, CompletionReply
 from chambers.endpoint.refusals import ApiError, refusal_of
 from chambers.errors import CommandError
+from finetuning.data.prompts import chat_prompt
 from finetuning.errors import UserError
 
 _MAX_BODY = 4 * 2**20  # in bytes
@@ -124,7 +125,7 @@ class _Endpoint:
         """Answer a conversation."""
         wanted = await self._read(http, Chat)
         turns = [turn.in_template for turn in wanted.messages]
-        prompts = [partial(self.answerer.chat_prompt, turns)]
+        prompts = [partial(chat_prompt, turns, self.answerer.tokenizer)]
         return await self._respond(http, wanted, "messages", prompts, ChatReply)
 
     async def completion(self, http: HttpRequest) -> Response:
