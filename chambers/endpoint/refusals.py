@@ -1,5 +1,7 @@
 """Refusals of requests, in the form and the words of OpenAI's API."""
 
+import re
+
 from pydantic import ValidationError
 
 INVALID = "invalid_request_error"
@@ -31,10 +33,11 @@ def refusal_of(error: ValidationError) -> ApiError:
     code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(
         problem["type"], "invalid_value"
     )
+    reason = re.sub("^[A-Z]\\w+ should", "it should", problem["msg"]).partition(" after valid")[0]
     text = {
         "json_invalid": "The body of the request is not valid JSON.",
         "missing": f"Missing required parameter: '{name}'.",
         "extra_forbidden": f"Unknown parameter: '{name}'.",
         "unsupported": f"{problem['msg']}.",
-    }.get(problem["type"], f"Invalid '{name}': {problem['msg'].replace('Input', 'it', 1)}.")
+    }.get(problem["type"], f"Invalid '{name}': {reason}.")
     return ApiError(400, text, INVALID, name, code)

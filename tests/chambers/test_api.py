@@ -502,7 +502,7 @@ BAD = {
         400,
         "^Error code: 400 - Tools are not supported by this endpoint\\.$",
     ),
-    "stop": ({"stop": ["a"] * 5}, 400, "'stop': .*at most 4 items"),
+    "stop": ({"stop": ["a"] * 5}, 400, r"Invalid 'stop': it should have at most 4 items\.$"),
     "choices": ({"n": 2}, 400, "'n' is not supported"),
     "format": ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     "penalty": ({"repetition_penalty": 1.1, "min_p": 0, "top_k": -1}, 400, "'repetition_pen"),
