@@ -10,7 +10,7 @@ import click
 import typer
 
 from chambers.app_folder import DOCS
-from chambers.checkpoints import Convert, Merge
+from chambers.checkpoints import Convert, Export, Merge
 from chambers.data import Data
 from chambers.endpoint.chat import Chat
 from chambers.endpoint.command import Api
@@ -47,6 +47,7 @@ _COMMANDS = {
     "api": Api,
     "chat": Chat,
     "merge": Merge,
+    "export": Export,
     "convert": Convert,
     "experiment": Experimenting,
 }

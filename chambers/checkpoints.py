@@ -1,4 +1,4 @@
-"""``chambers convert`` and ``merge``: write checkpoints that other programs can load."""
+"""``chambers convert``, ``merge`` and ``export``: write what other programs can load."""
 
 import os
 import shlex
@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from chambers.disk_space import existing
 from chambers.errors import CommandError, interrupt_at_end
@@ -163,6 +165,47 @@ class Merge:
             f"{after:.4f} merged\n{self.folder}: {name} with the adapter merged; to use it:\n"
             f"  chambers generate --model {shlex.quote(target)} …"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write an adapter for another program.
+
+    \b
+      chambers export runs/…/adapters/global court --for vllm
+
+    ADAPTER is the folder of an exported adapter, and FOLDER a new folder for the same adapter under
+    the names by which the program finds the base model's modules, which differ only if the model
+    also accepts images or sound.
+    """  # noqa: D301 - click's mark for lines that are not to be wrapped
+
+    adapter: Annotated[Path, argument("ADAPTER")]
+    folder: Annotated[Path, argument("FOLDER")]
+    program: Annotated[
+        Literal["peft", "vllm", "llama.cpp"],
+        typer.Option("--for", help="Program that loads the adapter.", show_default=False),
+    ]
+    model: Annotated[
+        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
+    ] = None
+
+    def __call__(self) -> int:
+        """Write the adapter."""
+        interrupt_at_end()
+        if self.folder.exists():
+            raise CommandError(f"{self.folder} exists; name a folder that doesn't")
+        options = AdapterOptions(adapter=self.adapter, model=self.model)
+        options.check_folders()
+        adapter = read_adapter(self.adapter)
+        from finetuning.adapters.exporting import export
+        from finetuning.model.base_model import locate_description
+        from finetuning.model.names import public_name
+
+        name = options.settings(adapter, find_run(adapter)).name
+        where = locate_description(name)
+        export(adapter, where, self.folder, self.program, public_name(name))
+        print(f"{self.folder}: the adapter for {self.program}")
+        return 0
 
 
 def _held_out(run: RunFolder | None, file: Path | None) -> "tuple[list[Row], str]":

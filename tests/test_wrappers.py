@@ -4,12 +4,15 @@ import re
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
+from finetuning.adapters.exporting import export
 from finetuning.adapters.merging import merge, save_merged
-from finetuning.adapters.saved import SavedAdapter
+from finetuning.adapters.saved import AdapterError, SavedAdapter
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import BaseModelError, refuse_unless_causal
@@ -115,6 +118,53 @@ def test_merging_changes_only_adapted_tensors(wrapper, tmp_path):
             torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
     text = whole_model(folder)(input_ids=tokens).logits
     torch.testing.assert_close(text, expected, atol=1e-4, rtol=1e-4)
+
+
+# How vLLM renames the beginnings of modules, after ``base_model.model.``: ``hf_to_vllm_mapper`` in
+# vllm/model_executor/models (2026). Its text model is ``language_model``.
+INSIDE = {"lm_head.": "language_model.lm_head.", "model.language_model.": "language_model.model."}
+VLLM = {
+    "Gemma4ForConditionalGeneration": INSIDE | {"model": "language_model.model"},
+    "Glm4vMoeForConditionalGeneration": INSIDE,
+    "Mistral3ForConditionalGeneration": INSIDE | {"model.": "language_model.model."},
+    "Qwen3VLForConditionalGeneration": INSIDE,
+    "Qwen3_5ForConditionalGeneration": INSIDE,
+    "Qwen3_5MoeForConditionalGeneration": INSIDE,
+}
+
+
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+def test_other_programs_find_the_adapted_modules(wrapper, tmp_path):
+    directory, published = wrapper
+    tokens, settings = draw_tokens(), AdapterSettings(rank=2, dropout=0.0, targets="q_proj,o_proj")
+    model = attach_adapter(whole_model(directory), settings, None)
+    for parameter in trainable_parameters(model).values():
+        parameter.data = 0.2 * torch.randn_like(parameter)
+    adapter = SavedAdapter(tmp_path, settings, export_adapter(model), "")
+    kind, names = type(published), {}
+    for program in ("peft", "vllm", "llama.cpp"):
+        folder = tmp_path / program
+        if kind.__name__ == "Llama4ForConditionalGeneration" and program == "vllm":
+            with pytest.raises(AdapterError, match="names vllm finds the modules of a Llama4For"):
+                export(adapter, directory, folder, program, "owner/model")
+            continue
+        export(adapter, directory, folder, program, "owner/model")
+        names[program] = load_file(folder / "adapter_model.safetensors").keys()
+        inside = any(".language_model." in name for name in names[program])
+        base = kind.from_pretrained(directory) if inside else whole_model(directory)
+        theirs = PeftModel.from_pretrained(base, folder).eval()
+        with torch.no_grad():
+            own = [each(input_ids=tokens).logits for each in (theirs, model)]
+        torch.testing.assert_close(*own, atol=1e-4, rtol=1e-4)
+    assert names["llama.cpp"] == adapter.state.keys()
+    for name in names.get("vllm", ()) if kind.__name__ in VLLM else ():
+        path = name.removeprefix("base_model.model.")
+        new = next(new for old, new in VLLM[kind.__name__].items() if path.startswith(old))
+        assert new == "language_model.model."
+    # PEFT users load what ``AutoModelForCausalLM`` gives, and the published class if it can't.
+    by_auto_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(published.config), kind)
+    is_wrapper = kind.__name__.endswith("ForConditionalGeneration") and by_auto_class is kind
+    assert any(".language_model." in name for name in names["peft"]) == is_wrapper
 
 
 def test_the_documentation_lists_the_families_that_are_tested():
