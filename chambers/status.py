@@ -26,6 +26,8 @@ class Status:
     With --coordinator, also show the free disk space for the SuperLink's database, and the address
     that has sent the most data to the SuperLink in the last hour.
 
+    Of a folder with several runs, the status of the newest is shown.
+
     With --serve, show the status on a page instead, at http://127.0.0.1:PORT, and in the format of
     Prometheus, at /metrics.
 
@@ -44,6 +46,11 @@ class Status:
     def __call__(self) -> int:
         """Show the status once or, with ``--watch``, until the run ends."""
         directory = self.run
+        if not (directory / "config.json").is_file():
+            # The names of runs begin with the time.
+            directory = max(
+                (f.parent for f in directory.glob("*/versions.json")), default=directory
+            )
         # Folders of models and of an institution's state also contain a config.json.
         for name in ("config.json", "versions.json"):
             if not (directory / name).is_file():

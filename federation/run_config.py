@@ -335,11 +335,30 @@ def _explain(
         return f"  {reason}"
     if problem["type"] == "string_type":
         reason = "must be text, in quotation marks"
+    if key == "strategy" and str(values.get(key)).lower() == "fedavg":
+        reason = 'FedAvg is the strategy "fedjudge-base"'
     return f"  {key} = {values.get(key)!r}: {reason} (allowed: {allowed(fields[key])})"
 
 
+# Settings by their names in other tools.
+_OTHER_NAMES = {
+    "lr": "train.learning-rate",
+    "lora-r": "adapter.rank",
+    "r": "adapter.rank",
+    "lora-alpha": "adapter.alpha",
+    "target-modules": "adapter.targets",
+    "max-seq-length": "data.max-length",
+    "max-steps": "train.local-steps",
+    "gradient-accumulation-steps": "train.accumulation",
+    "load-in-4bit": "model.quantization",
+    "num-rounds": "rounds",
+    "num-server-rounds": "rounds",
+}
+
+
 def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:
-    close = difflib.get_close_matches(key, list(fields), n=1)
+    usual = _OTHER_NAMES.get(key.rpartition(".")[2].replace("_", "-").lower())
+    close = [usual] if usual else difflib.get_close_matches(key, list(fields), n=1)
     hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists all keys"
     return f"  {key} = {value!r}: unknown key; {hint}"
 

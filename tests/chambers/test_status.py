@@ -184,6 +184,12 @@ def watching(directory):
         os.close(terminal)
 
 
+def test_of_several_runs_the_newest_is_shown(run_folder, tmp_path, status):
+    for name in ("2026-01-31_fedprox", "2026-02-01_fedprox"):
+        shutil.copytree(run_folder, tmp_path / name)
+    assert "2026-02-01_fedprox" in status(tmp_path)[1]
+
+
 def test_a_folder_of_no_run_is_refused(tmp_path, capsys, base):
     for folder in (tmp_path, base):
         assert "is not the folder of a run" in refused(capsys, "status", folder)

@@ -31,6 +31,9 @@ from tests.waiting import wait_until
     ("words", "reason"),
     [
         (["train.batchsize=1"], "unknown key; did you mean train.batch-size?"),
+        (["train.lr=1"], "unknown key; did you mean train.learning-rate?"),
+        (["lora_r=8"], "unknown key; did you mean adapter.rank?"),
+        (["strategy=FedAvg"], 'FedAvg is the strategy "fedjudge-base"'),
         (["strategy=fl-gml"], "strategy = 'fl-gml'"),
         (["rounds=-1"], "rounds = -1"),
         (["nonsense"], "nonsense is neither KEY=VALUE nor a file of settings"),
