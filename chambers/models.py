@@ -206,6 +206,8 @@ def find_draft(name: str | None, tokenizer: Any, sources: Collection[Source]) ->
     if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
         raise CommandError(f"--draft {name}: its tokenizer is not that of the model")
     own, other = (m.get_input_embeddings().num_embeddings for m in (small.model, base))
+    if small.model._is_stateful:
+        raise CommandError(f"--draft {name}: its recurrent layers can't take back tokens")
     if own != other:
         raise CommandError(f"--draft {name}: its vocabulary has {own} tokens, the model's {other}")
     return Draft({"assistant_model": small.model})

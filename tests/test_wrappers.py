@@ -15,7 +15,12 @@ from finetuning.adapters.merging import merge, save_merged
 from finetuning.adapters.saved import AdapterError, SavedAdapter
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
-from finetuning.model.base_model import BaseModelError, refuse_unless_causal
+from finetuning.model.base_model import (
+    BaseModelError,
+    load_checkpoint,
+    loading_arguments,
+    refuse_unless_causal,
+)
 from finetuning.model.checkpoint import client_parameters, count_blocks, hidden_size
 from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -165,6 +170,17 @@ def test_other_programs_find_the_adapted_modules(wrapper, tmp_path):
     by_auto_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(published.config), kind)
     is_wrapper = kind.__name__.endswith("ForConditionalGeneration") and by_auto_class is kind
     assert any(".language_model." in name for name in names["peft"]) == is_wrapper
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_weights_that_are_limited_in_training_are_not_quantised(tmp_path, capfd, quantization):
+    write_wrapper("Gemma 3n", tmp_path)
+    arguments = loading_arguments(ModelSettings(quantization=quantization), "cpu")
+    base = load_checkpoint(tmp_path, **arguments).requires_grad_(False)
+    model = attach_adapter(base, AdapterSettings(rank=2, targets="q_proj"), None)
+    (loss,) = WholeModel(model).accumulate([batch_of([0])], 0)
+    assert loss > 0
+    assert "LOAD REPORT" not in capfd.readouterr().err
 
 
 def test_the_documentation_lists_the_families_that_are_tested():

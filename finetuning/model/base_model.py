@@ -44,6 +44,10 @@ _CAUSAL_CHANGE = 0.2
 # second reports at each matrix product that the product is computed in float16.
 for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+# `refuse_incomplete` names tensors that don't fit; a text model leaves out those for images.
+logging.getLogger("transformers.modeling_utils").addFilter(
+    lambda record: "LOAD REPORT" not in record.getMessage()
+)
 # PEFT and this file use names that transformers 5 deprecates and transformers 6 will remove.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
 
@@ -236,6 +240,10 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
     refuse_quantized(config, directory)
     if problem := problem_of_shards(directory):
         raise BaseModelError(problem)
+    if arguments.get("quantization_config") and hasattr(config, "altup_coef_clip"):
+        # Gemma 3n limits these modules' weights in training.
+        own = ["lm_head", "prediction_coefs", "correction_coefs"]
+        arguments["quantization_config"].llm_int8_skip_modules = own
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -170,6 +170,12 @@ def test_a_draft_needs_the_model_s_tokenizer(base, tmp_path, capsys):
         shutil.copy(file, wider)
     refusal = refused(capsys, "generate", "--model", base, "--draft", wider, *QUESTIONS)
     assert f"its vocabulary has {rows + 8} tokens, the model's {rows}" in refusal
+    MambaConfig(vocab_size=320, hidden_size=8, num_hidden_layers=1).save_pretrained(other)
+    AutoModelForCausalLM.from_config(MambaConfig.from_pretrained(other)).save_pretrained(other)
+    for file in base.glob("tokenizer*"):
+        shutil.copy(file, other)
+    refusal = refused(capsys, "generate", "--model", base, "--draft", other, *QUESTIONS)
+    assert "its recurrent layers can't take back tokens" in refusal
 
 
 def test_models_that_cannot_verify_drafts_go_on_without(prefix_run, base, tmp_path, capsys):

@@ -17,7 +17,7 @@ from finetuning.settings import TrainSettings
 from finetuning.training.loop import DeadlineError, LocalRound, TrainingReport, train_round
 from finetuning.training.optimization import OptimizerState, squared_norm
 from finetuning.training.proximal import ProximalPenalty
-from tests.finetuning.conftest import ARCHITECTURES
+from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS
 
 
 def train(
@@ -272,15 +272,19 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_change(adapted, draw_
     assert all(torch.equal(v, before[n]) for n, v in export_adapter(model).items())
 
 
-def test_gradient_checkpointing_recomputes_and_changes_nothing(adapted, draw_examples, batches_of):
+@pytest.mark.parametrize("architecture", ["llama", *HYBRIDS])
+def test_gradient_checkpointing_recomputes_and_changes_nothing(
+    adapted, draw_examples, batches_of, architecture
+):
     batches = batches_of(draw_examples(6), 50)
     results = []
     for checkpointing in (False, True):
-        model = adapted(dropout=0.2)
+        model = adapted(architecture, dropout=0.2)
         if checkpointing:
             model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
         calls: list[int] = []
-        block = model.get_base_model().model.layers[0].mlp
+        modules = dict(model.get_base_model().model.layers[0].named_children())
+        block = next(module for name, module in modules.items() if "norm" in name)
         block.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         stages = WholeModel(model)
         losses = stages.accumulate(batches, seed=5)

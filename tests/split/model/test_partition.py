@@ -142,7 +142,9 @@ def load_base_model_in_memory(directory, dtype):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
+@pytest.mark.parametrize(
+    "architecture", ["Llama", "GPT2", "Lfm2", nightly("FalconH1"), nightly("Qwen3Next")]
+)
 def test_quantised_parts_compute_what_the_quantised_whole_does(
     random_checkpoint, checkpoint, kind, architecture, tmp_path
 ):
