@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from logging import WARNING
 from pathlib import Path
 
@@ -69,11 +70,20 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
             )
         train = read_task_rows(settings.path, settings)
         return reader.share(train=train, test=None, index=index, count=count)
-    folders = client_folders(path)
+    folders = _client_folders(path)
     if folders:
         own = _one_of(folders, index, count)
         return reader.folder(own.name, own)
     return reader.share(*reader.parts(path), index, count)
+
+
+def _client_folders(path: Path) -> list[Path]:
+    return _folders_at(path, path.stat().st_mtime_ns if path.is_dir() else 0)
+
+
+@lru_cache(maxsize=1)  # an actor simulates many clients, each of which needs all names
+def _folders_at(path: Path, changed: int) -> list[Path]:
+    return client_folders(path)
 
 
 def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:
@@ -87,7 +97,7 @@ def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:
     if not settings.path:
         return _generated_name(settings.generated, index)
     path = Path(settings.path).expanduser()
-    folders = client_folders(path) if path.is_absolute() else []
+    folders = _client_folders(path) if path.is_absolute() else []
     return _one_of(folders, index, count).name if folders else f"client-{index}"
 
 
@@ -165,7 +175,7 @@ class _Reader:
                 "--federation-config num-supernodes=1"
             )
         path = Path(self.settings.path).expanduser()
-        folders = client_folders(path) if self.settings.path and path.is_absolute() else []
+        folders = _client_folders(path) if self.settings.path and path.is_absolute() else []
         if self.settings.path and not folders:
             raise DataError(
                 f"{setting}: {self.settings.path} has no folders of clients; without data.pool, a "

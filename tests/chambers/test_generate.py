@@ -217,7 +217,7 @@ def test_seeds_decide_what_is_drawn(base, capsys):
 
 def test_a_line_of_standard_input_is_a_prompt(base, capsys, monkeypatch):
     words = ["generate", "--model", base, *NEW]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n".join(QUESTIONS)))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + "\n\n".join(QUESTIONS)))
     assert told(capsys, *words) == told(capsys, *words, *QUESTIONS)
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -58,6 +59,20 @@ def test_presets_are_named_and_a_file_of_that_name_comes_first(tmp_path, monkeyp
     (tmp_path / "fedjudge").rmdir()
     (tmp_path / "fedjudge").write_text("rounds = 7")
     assert read_settings(["fedjudge"]) == {"rounds": 7}
+
+
+def test_texts_may_look_like_numbers_and_files_have_byte_order_marks(capsys, tmp_path):
+    assert read_settings(["data.pool=1", "output-dir='07'", "data.partition-field=1e3"]) == {
+        "data.pool": "1",
+        "output-dir": str(Path.cwd() / "07"),
+        "data.partition-field": "1e3",
+    }
+    file = tmp_path / "mine.toml"
+    file.write_text("[data]\npool = 7\n", encoding="utf-8-sig")
+    reason = "data.pool = 7: must be text, in quotation marks (allowed: text)"
+    assert reason in refused(capsys, "train", file)
+    file.write_text("text = 5\n", encoding="utf-8-sig")
+    assert "text: Extra inputs" in refused(capsys, "experiment", file)
 
 
 def test_options_may_stand_anywhere(capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from federation.messages import CONFIG
 from federation.site_file import VARIABLE, own_settings, read_site_file
-from federation.site_policy import PolicyError
+from federation.site_policy import PolicyError, read_policy
 from tests.site_files import write_site
 
 
@@ -40,6 +40,14 @@ def test_a_mistake_is_named_and_never_means_no_policy(file, before, after, said)
     with pytest.raises(PolicyError) as error:
         read_site_file(file)
     assert said in str(error.value)
+
+
+def test_files_may_begin_with_a_byte_order_mark(file):
+    policy = file.parent / "policy.toml"
+    policy.write_text("max-rounds = 3\n", encoding="utf-8-sig")
+    file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert read_site_file(file).name == "court"
+    assert read_policy(str(policy)).max_rounds == 3
 
 
 @pytest.mark.parametrize("which", ["site.toml", "policy.toml", "."])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetuning.data.formats import DataError
+from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.layouts import parse_messages
 from finetuning.data.rows import print_left_out, read_rows
 
@@ -297,6 +297,33 @@ def test_files_that_are_not_what_they_seem(tmp_path):
     for content in (b"{", gzip.compress(b"{}" * 99)[:-9]):
         path = lines_of(tmp_path / "rows.jsonl.gz", content)
         assert f"{path} can't be read: " in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rows", {"path": "rows", "split": "train"}),
+        ("a/b.c:de", {"path": "a/b.c", "name": "de", "split": "train"}),
+        ("a/b:de:sft@v1.0", {"path": "a/b", "name": "de", "split": "sft", "revision": "v1.0"}),
+        ("a/b::sft", {"path": "a/b", "split": "sft"}),
+        (
+            "a/b@refs/convert/parquet",
+            {"path": "a/b", "revision": "refs/convert/parquet", "split": "train"},
+        ),
+    ],
+)
+def test_ids_name_a_configuration_a_split_and_a_revision(monkeypatch, name, options):
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda **own: asked.append(own) or RECORDS)
+    assert is_data_set_id(name)
+    rows = read_rows(name)
+    assert [row.origin for row in rows[:2]] == [f"{name}, row 1", f"{name}, row 2"]
+    assert asked == [options | {"streaming": True}]
+
+
+@pytest.mark.parametrize("name", ["a/b@", "rows/train.jsonl", "rows.csv.gz", "/a/b", "a b"])
+def test_paths_and_parts_of_ids_are_not_ids(name):
+    assert not is_data_set_id(name)
 
 
 READ_ALL = """

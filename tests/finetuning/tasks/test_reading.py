@@ -1,6 +1,7 @@
 """Each task's rows become the prompts of FL-GLM's table 7, and rows to train on."""
 
 import copy
+import csv
 from typing import get_args
 
 import pytest
@@ -53,6 +54,25 @@ def test_a_row_becomes_a_question(name, write):
     assert (asked["role"], asked["content"]) == ("user", PROMPTS[name][0])
     assert (answered["role"], answered["content"]) == ("assistant", PROMPTS[name][2][0])
     assert row.fields["label"] == ROWS[name].get("label", answered["content"])
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "answer"),
+    [
+        ("copa", "0", "He ran"),
+        ("boolq", "TRUE", "yes"),
+        ("wic", " false ", "no"),
+        ("cb", "Neutral", "maybe"),
+    ],
+)
+def test_labels_of_a_table_are_text(name, label, answer, tmp_path):
+    file = tmp_path / "val.csv"
+    row = {key: cell for key, cell in ROWS[name].items() if isinstance(cell, str)}
+    row["label"] = label
+    with file.open("w", newline="") as content:
+        csv.writer(content).writerows([row, row.values()])
+    (question,) = read_questions(file, TASKS[name])
+    assert question.answers == (answer,)
 
 
 def test_a_passage_of_multirc_has_questions_and_answers(write):
