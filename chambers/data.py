@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetuning.data.tokenization import Example
 
 _SHOWN = 3  # examples, and rows that are left out
-_LINES = 20  # clients with a line of their own before training
+_LINES = 20  # rows, and clients before training, with a line of their own
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ class Data:
             print(reading.line)
             for layout, count in Counter(row.layout for row in reading.rows).items():
                 print(f"  {count} rows with {layout}")
-            for origin, reason in reading.left_out:
-                print(f"  refused: {origin}: {reason}")
-            for origin in reading.cut:
-                print(f"  cut by data.max-length = {config.data.max_length}: {origin}")
+            lines = [f"refused: {origin}: {reason}" for origin, reason in reading.left_out]
+            cut = f"cut by data.max-length = {config.data.max_length}: "
+            for each in (lines, [cut + origin for origin in reading.cut]):
+                more = [f"… and {len(each) - _LINES} more"] if each[_LINES:] else []
+                print(*(f"  {line}\n" for line in each[:_LINES] + more), sep="", end="")
             for example in reading.examples[: _SHOWN - shown]:
                 text = _marked(example, _tokenizer(config.model.name))
                 print(f"  as the model sees {example.origin}:\n{text}")

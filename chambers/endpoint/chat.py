@@ -51,7 +51,7 @@ class Chat(ModelsOptions):
                 print(chat.help)
             while True:
                 try:
-                    line = input(prompt).strip()
+                    line = input(prompt).lstrip("\ufeff").strip()
                 except EOFError:
                     return 0
                 try:

@@ -17,7 +17,8 @@ _SYSTEMS = ("system", "system_prompt")
 # Names that ``data.columns`` can assign to columns.
 COLUMNS = (*_CHATS, *_QUESTIONS, "context", *_ANSWERS, *_SYSTEMS, "history")
 # Columns that an answer may depend on, but that can't be used.
-_REFUSED = ("tools", "functions", "image", "images", "audio", "audios", "video", "videos")
+_REFUSED = {"tools", "functions", "image", "images", "audio", "audios", "video", "videos"}
+_REFUSED |= {"reasoning", "rationale", "thinking", "passage", "background", "examples"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
 _ROLES |= dict.fromkeys(("assistant", "gpt", "model", "bot"), "assistant")
 _IS_LEARNT = ("weight", "train")  # keys of turns in OpenAI's and axolotl's layouts
@@ -216,7 +217,7 @@ class _Reader:
         # Some data sets repeat the first question in ``prompt``.
         if isinstance(content, str) and any(content.strip() in text for _, text, _ in self.turns):
             return False
-        if name in (*COLUMNS, *_REFUSED):
+        if name in (*COLUMNS, *_REFUSED) or (name in _IS_LEARNT and content != 1):
             used = ", ".join(map(repr, dict.fromkeys(self.used)))
             raise DataError(
                 f"{name!r} can't be used beside {used}; remove it, or name the columns to use in "

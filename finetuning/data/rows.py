@@ -57,8 +57,8 @@ def parse_rows(
                 rows.append(parse(origin, value))
             except DataError as error:
                 problems.append((origin, error))
-    total = len(problems) + len(rows)
-    report_problems(problems, total, leave_out, f"rows are malformed ({advice})")
+    total, then = len(problems) + len(rows), leave_out if rows else None
+    report_problems(problems, total, then, f"rows are malformed ({advice})")
     if not rows:
         raise DataError(f"no rows in {path if isinstance(path, str | Path) else path[0]}")
     return rows

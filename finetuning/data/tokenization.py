@@ -151,9 +151,7 @@ def tokenize(
                 report.outputs_shortened += len(tokens.input_ids) > max_length
                 examples.append(example)
     what = "rows can't be used with the model (data.skip-bad-rows=true leaves them out of training)"
-    report_problems(problems, len(rows), leave_out, what)
-    if not examples and len(problems) == len(rows):
-        raise DataError("the chat template rejects all rows")
+    report_problems(problems, len(rows), leave_out if len(problems) < len(rows) else None, what)
     if not examples:
         raise DataError(
             f"none of {len(rows)} rows has an output that fits even partly into data.max-length = "

@@ -74,6 +74,8 @@ PAIR = {"instruction": "Q", "output": "A"}
         (PAIR | {"response": "B"}, "'response' can't be used beside 'instruction', 'output'"),
         (PAIR | {"question": "B"}, "'question' can't be used beside"),
         (PAIR | {"tools": "[{}]"}, "'tools' can't be used beside"),
+        (PAIR | {"passage": "long"}, "'passage' can't be used beside"),
+        (PAIR | {"weight": 0}, "'weight' can't be used beside"),
         (PAIR | {"history": [["q"]]}, "turn 1 of 'history' needs the role"),
         (PAIR | {"Output": "A"}, "two columns of the same name: 'output'"),
         ({"messages": [Q, A], "system": "S", "context": "C"}, "'context' can't be used beside"),
