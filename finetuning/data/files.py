@@ -13,6 +13,7 @@ _VALIDATION = ("validation", "val", "valid", "dev", "eval")
 _HIDDEN = re.compile(r"[.~@$]|__|lost\+found$")
 _SHARDS = re.compile(r"-of-0*(\d+)")
 _SHOWN = 8
+_NO_ROWS = f"no train{FORMATS[0]} (nor {', '.join(FORMATS[1:-1])} or {FORMATS[-1]})"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,8 @@ def client_folders(path: Path) -> list[Path]:
     without = [folder for folder in folders if folder not in clients]
     if without:
         found = "; ".join(f"{folder.name} has {names_of(entries(folder))}" for folder in without)
-        raise DataError(
-            f"{len(without)} of the {len(folders)} folders in {path} have no {_wanted('train')}; "
-            "rename their files, or move the folders elsewhere",
-            found,
-        )
+        which = f"{len(without)} of the {len(folders)} folders in {path} have {_NO_ROWS}"
+        raise DataError(f"{which}; rename their files, or move the folders elsewhere", found)
     return clients
 
 
@@ -69,9 +67,9 @@ def find_parts(path: Path, held_out: str) -> Parts:
         raise DataError(f"{path} doesn't exist")
     train = find_part(path, "train")
     if not train:
-        raise DataError(f"{path} has no {_wanted('train')}", "found " + names_of(entries(path)))
-    names = (held_out, *_VALIDATION)
-    test = next((files for name in names if (files := find_part(path, name))), [])
+        raise DataError(f"{path} has {_NO_ROWS}", "found " + names_of(entries(path)))
+    parts = (find_part(path, name) for name in (held_out, *_VALIDATION))
+    test = next(filter(None, parts), [])
     used = {*train, *test}
     used |= {file.parent for file in used}
     found = [*entries(path), *(entries(path / "data") if path / "data" in used else [])]
@@ -86,14 +84,13 @@ def find_part(folder: Path, part: str) -> list[Path]:
     """
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         raise DataError(
-            f"{folder} was written by save_to_disk of datasets; write a Parquet file: "
-            f'load_from_disk("{folder}")["train"].to_parquet("train.parquet"), without ["train"] '
-            "if it has no parts"
+            f"{folder} was written by save_to_disk; write a Parquet file of each part: "
+            f'datasets.load_from_disk("{folder}")["train"].to_parquet("train.parquet")'
         )
     places = [place for place in (folder, folder / "data") if place.is_dir()]
     found = [entry for place in places for entry in entries(place) if _is_of(entry, part)]
-    groups = {(entry.parent, format_of(entry) or "", _is_shard(entry, part)) for entry in found}
-    if len(groups) > 1 or (len(found) > 1 and not _is_shard(found[0], part)):
+    kinds = {(entry.parent, format_of(entry) or "", _stem(entry) == part) for entry in found}
+    if len(kinds) > 1 or (len(found) > 1 and _stem(found[0]) == part):
         raise DataError(f"{folder} has {names_of(found, ' and ')}; keep one")
     files = [file for entry in found for file in ([entry] if entry.is_file() else _rows_in(entry))]
     counts = {int(match[1]) for file in files if (match := _SHARDS.search(file.name))}
@@ -131,10 +128,6 @@ def _is_of(entry: Path, part: str) -> bool:
     return bool(re.match(rf"{part}(?![^\W\d_])", _stem(entry))) and format_of(entry) is not None
 
 
-def _is_shard(entry: Path, part: str) -> bool:
-    return _stem(entry) != part
-
-
 def _stem(entry: Path) -> str:
     """Return a name in lower case, without the suffix of a format."""
     name = entry.name.lower().removesuffix(".gz")
@@ -143,9 +136,4 @@ def _stem(entry: Path) -> str:
 
 def _rows_in(folder: Path) -> list[Path]:
     """Return the files of rows in a folder, as Spark and the Hugging Face Hub write them."""
-    files = [e for e in entries(folder) if e.is_file() and e.name[0] not in "._" and format_of(e)]
-    return [file for file in files if file.name != "dataset_info.json"]
-
-
-def _wanted(part: str) -> str:
-    return f"{part}.jsonl (nor {', '.join(f for f in FORMATS[1:-1])} or {FORMATS[-1]})"
+    return [e for e in entries(folder) if e.is_file() and e.name[0] not in "._" and format_of(e)]
