@@ -105,7 +105,7 @@ def sources_of(config: RunConfig) -> dict[str, Path | str]:
         raise CommandError(f"the name of the client {str(wrong[0])!r} {RULE}; rename the folder")
     names = Counter(folded(folder.name) for folder in folders)
     if twice := [folder.name for folder in folders if names[folded(folder.name)] > 1]:
-        raise CommandError(f"{path}: names that differ only in case: {', '.join(twice)}")
+        raise CommandError(f"{path}: some file systems confuse the names {', '.join(twice)}")
     return {folder.name: folder for folder in folders}
 
 

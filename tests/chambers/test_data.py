@@ -91,8 +91,8 @@ def test_rows_are_checked_before_a_run(capsys, checkpoint, data):
     write(data / "A&B" / "train.jsonl", asked("who"))
     with pytest.raises(CommandError, match=r"A&B' must be at most 64 letters.*; rename the folder"):
         check_data(parse_run_config(values), 4)
-    (data / "A&B").rename(data / "KÖLN")
-    with pytest.raises(CommandError, match="differ only in case: KÖLN, Köln"):
+    (data / "A&B").rename(data / "Ko\u0308LN")  # as macOS writes it
+    with pytest.raises(CommandError, match="confuse the names Ko\u0308LN, Köln"):
         check_data(parse_run_config(values), 4)
 
 

@@ -8,7 +8,7 @@ from flwr.app import Array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from federation.messages import ARRAYS, CONFIG
+from federation.messages import ARRAYS, CONFIG, SIZE, TRAIN_EXAMPLES, metrics_of
 from tests.conftest import write_rows
 
 SECRET = "Xanthippe"
@@ -55,6 +55,24 @@ def test_a_template_that_quotes_a_row_is_not_quoted(site, checkpoint, caplog):
     problem = site.refusal("query", changed=changed)
     assert problem == f"{site.folder}/data/train.jsonl:1: the chat template rejects this row"
     assert f"odd turn: {SECRET}" in caplog.text  # the site's log has the details
+
+
+def test_rows_that_the_template_rejects_don_t_count_if_bad_rows_are_skipped(site, checkpoint):
+    site.decide("generation = true\n")
+    site.checkpoint = shutil.copytree(checkpoint, site.folder / "model")
+    (site.checkpoint / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if 'odd' in m.content %}{{ raise_exception('odd') }}{% endif %}"
+        "{{ m.content }}<end>{% endfor %}"
+    )
+    for part, count in (("train", 3), ("test", 2)):
+        file = site.folder / "data" / f"{part}.jsonl"
+        write_rows(file, count, 0)
+        file.write_text('{"instruction": "odd", "output": "a"}\n' + file.read_text())
+    site.node["data-path"] = str(site.folder / "data")
+    changed = {"model.name": str(site.checkpoint), "evaluate.generate": True}
+    assert "1 of 4 rows can't be used with the model" in site.refusal("query", changed=changed)
+    reply = site.ask("query", changed=changed | {"data.skip-bad-rows": True})
+    assert dict(metrics_of(reply)) == {SIZE: 3, TRAIN_EXAMPLES: 3, "test-examples": 2}
 
 
 @pytest.mark.parametrize("with_policy", [True, False])
