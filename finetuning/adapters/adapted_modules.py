@@ -67,20 +67,17 @@ def with_names(directory: Path, settings: AdapterSettings) -> AdapterSettings:
     if not targets and isinstance(default, list):
         names = default
     elif not names_modules(targets):
-        is_rule = targets.lower() in {"", "all-linear"}
-        try:
-            chosen = (
-                _linear_layers(model)
-                if is_rule
-                else set(filter(re.compile(targets).fullmatch, paths))
-            )
-        except re.error as error:
-            raise BaseModelError(f'adapter.targets = "{targets}" is malformed: {error}') from error
+        chosen = _linear_layers(model)
+        if targets.lower() not in {"", "all-linear"}:
+            try:
+                chosen = set(filter(re.compile(targets).fullmatch, paths))
+            except re.error as error:
+                reason = f'adapter.targets = "{targets}" is malformed: {error}'
+                raise BaseModelError(reason) from error
         # The shortest endings of the chosen paths that no other path has.
         others = {ending for path in paths - chosen for ending in _endings(path)}
-        names = sorted({next(e for e in _endings(p) if e not in others) for p in chosen}) or [
-            targets
-        ]
+        names = sorted({next(e for e in _endings(p) if e not in others) for p in chosen})
+        names = names or [targets or "all-linear"]
     for name in names:
         if not any(f".{path}".endswith(f".{name}") for path in paths):
             raise BaseModelError(

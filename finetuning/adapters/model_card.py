@@ -1,5 +1,6 @@
 """The README.md of a saved adapter, and of a model that an adapter was merged into."""
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +112,8 @@ def merged_card(
         if quantization == "none"
         else f"- Added to the values of weights quantised to {quantization}\n"
     )
+    description = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kind = (description.get("architectures") or ["AutoModelForCausalLM"])[0]
     held_out = ""
     if losses:
         rows = [f"| {name} | {a:.3f} | {b:.3f} |\n" for name, (a, b) in losses.items()]
@@ -127,9 +130,9 @@ def merged_card(
 - Precision: {dtype}
 {quantised}{held_out}
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, {kind}
 
-model = AutoModelForCausalLM.from_pretrained(".")  # this folder
+model = {kind}.from_pretrained(".")  # this folder
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 
