@@ -8,7 +8,7 @@ from typing import Any
 
 from chambers.errors import CommandError
 from finetuning.data.formats import DataError
-from finetuning.data.layouts import check_characters
+from finetuning.data.layouts import check_characters, parse_messages
 from finetuning.data.prompts import parse_prompt
 from finetuning.data.rows import parse_rows
 
@@ -102,8 +102,8 @@ def _of_generated(value: Mapping[str, Any]) -> tuple[str, Any]:
         turn["content"] if turn is turns[-1] else f"{turn['role']}: {turn['content']}"
         for turn in turns
     )
-    messages = value.get("messages")
-    if messages:
-        last = messages[-1]
-        return question, last.get("content") if last["role"] == "assistant" else ""
-    return question, value.get("output") or ""
+    try:
+        *_, last = parse_messages(value)
+    except DataError:
+        return question, value.get("output") or ""
+    return question, last["content"] if last["role"] == "assistant" else ""
