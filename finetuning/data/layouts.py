@@ -66,15 +66,14 @@ def parse_row(
     chat = next((key for key in _CHATS if key in reader.found), None)
     if "chosen" in reader.found or "rejected" in reader.found:
         raise DataError(
-            "has preferences ('chosen', 'rejected'), which can't be learnt; to learn the chosen "
-            'answers, set data.columns to "prompt=prompt,completion=chosen", or to '
-            '"messages=chosen" if they are lists of turns'
+            "has preferences; to learn only the answers in 'chosen', set data.columns to "
+            '"prompt=prompt,completion=chosen" or, if they are lists of turns, "messages=chosen"'
         )
     if chat:
         reader.add_turns(chat, is_last=True)
-        reader.add_system()
     else:
         reader.add_pair([own[key] for key, content in value.items() if content is not None])
+    reader.add_system()
     return reader.row(origin, value, own)
 
 
@@ -108,7 +107,6 @@ class _Reader:
                 f"has no {wanted[0]} ({', '.join(wanted[1])}); data.columns can name other columns",
                 f"found {', '.join(repr(key.strip()) for key in present) or 'nothing'}",
             )
-        self.add_system()
         if "history" in self.found:
             self.add_turns("history")
         before = len(self.turns)
@@ -146,11 +144,7 @@ class _Reader:
         if not isinstance(turns, list) or not turns:
             raise DataError(f"{name!r} must be a list of turns")
         if name == "history":  # also [question, answer], …
-            turns = [
-                turn
-                for item in turns
-                for turn in (question_and_answer(*item) if _is_pair(item) else [item])
-            ]
+            turns = [turn for item in turns for turn in _turns_of(item)]
         replaced = self.answer if is_last else None
         if replaced is not None and isinstance(turns[-1], dict):
             turns = turns[:-1] if _ROLES.get(_role(turns[-1])) == "assistant" else turns
@@ -239,8 +233,9 @@ def _is_empty(content: Any) -> bool:
     return content in (None, [], {}) or (isinstance(content, str) and not content.strip())
 
 
-def _is_pair(item: Any) -> bool:
-    return isinstance(item, list) and [type(text) for text in item] == [str, str]
+def _turns_of(item: Any) -> Sequence[Any]:
+    is_pair = isinstance(item, list) and [type(text) for text in item] == [str, str]
+    return question_and_answer(*item) if is_pair else (item,)
 
 
 def _role(turn: Mapping[str, Any]) -> str:
