@@ -37,6 +37,7 @@ class Request:
     stop: tuple[str, ...] = ()
     likeliest: int | None = None  # number of tokens in ``Piece.likeliest``; None to omit all
     echo: str | None = None  # text of the prompt, to emit before the answer
+    grammar: str = ""  # of llguidance; empty if any text is allowed
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:

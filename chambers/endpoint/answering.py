@@ -1,5 +1,6 @@
 """Answer requests in one thread, in batches of requests for the same model."""
 
+import functools
 import logging
 import os
 import threading
@@ -11,8 +12,10 @@ from itertools import pairwise
 from typing import Any, Self
 
 import torch
+from llguidance.hf import from_tokenizer
 
 from chambers.endpoint.answer_stream import LOWEST, AnswerStream, Piece, Request
+from chambers.endpoint.json_answers import Constraint
 from chambers.errors import CommandError
 from chambers.lane_model import LaneModel, explained
 from chambers.models import NO_DRAFT, Draft, Source, opened
@@ -82,6 +85,8 @@ class Answerer:
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._resources = ExitStack()
         self._model: Any = None
+        # Tokens in the form that grammars need, which takes about a second.
+        self._grammar_tokens = functools.cache(partial(from_tokenizer, tokenizer))
 
     def __enter__(self) -> Self:
         self._open()
@@ -228,6 +233,10 @@ class Answerer:
         tokens = pad([r.prompt for r in batch], padding_value=self.tokenizer.pad_token_id)
         ends = {*self._model.end_tokens, *end_marks(self.tokenizer)}
         stream = AnswerStream(batch, self.tokenizer, ends, tokens.shape[1])
+        constraints = []
+        if any(request.grammar for request in batch):
+            of_grammars = partial(self._grammar_tokens, eos_token=tuple(sorted(ends)))
+            constraints = [Constraint(batch, of_grammars, tokens.shape[1])]
         set_seed(int.from_bytes(os.urandom(4)) if first.seed is None else first.seed)
         self._model.generate(
             tokens,
@@ -235,10 +244,10 @@ class Answerer:
             max(r.max_tokens for r in batch),
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=sorted(ends) or None,
-            logits_processor=[stream.keep_logits],
+            logits_processor=[*constraints, stream.keep_logits],
             stopping_criteria=[stream],
             **sampling(first.temperature, first.top_p),
-            **(self.limits.draft.settings if len(batch) == 1 else {}),
+            **(self.limits.draft.settings if len(batch) == 1 and not constraints else {}),
         )
 
     def _select(self, source: Source, selected: ExitStack) -> None:

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,7 +19,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **{"top_k": (0, -1), "repetition_penalty": (1,)},
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (0,)),
-    **{"response_format": ({"type": "text"},), "modalities": (["text"],), "logit_bias": ({},)},
+    **{"modalities": (["text"],), "logit_bias": ({},)},
 }
 # Parameters that never affect the answer.
 _UNUSED = {
@@ -81,6 +81,32 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchema(BaseModel):
+    """A JSON schema; other keys, such as ``name`` and ``strict``, don't affect the answer."""
+
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer; objects without a schema are constrained to be JSON."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("'response_format' has the type json_schema, but no json_schema")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None if any text is allowed."""
+        if self.json_schema and self.type == "json_schema":
+            return self.json_schema.content
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class Parameters(BaseModel):
     """Parameters of both kinds of requests; null counts as absent."""
 
@@ -95,6 +121,7 @@ class Parameters(BaseModel):
     stop: Annotated[list[str], BeforeValidator(_listed), Field(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
 
     _supported = model_validator(mode="before")(_supported)
 

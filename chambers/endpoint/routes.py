@@ -29,6 +29,7 @@ from starlette.routing import Route
 
 from chambers.endpoint.answer_stream import Piece, Request
 from chambers.endpoint.answering import Answerer, BusyError
+from chambers.endpoint.json_answers import grammar_of
 from chambers.endpoint.messages import Chat, ChatReply, Completion, CompletionReply
 from chambers.endpoint.refusals import ApiError, refusal_of
 from chambers.errors import CommandError
@@ -227,8 +228,10 @@ class _Endpoint:
         pieces = _Pieces(asyncio.get_running_loop(), len(prompts))
         try:
             given = [await asyncio.to_thread(prompt) for prompt in prompts]
+            schema = wanted.response_format.schema_of_answer
+            grammar = "" if schema is None else grammar_of(schema)
             requests = [
-                self._request(wanted, index, tokens, partial(pieces.emit, index))
+                self._request(wanted, index, tokens, grammar, partial(pieces.emit, index))
                 for index, tokens in enumerate(given)
             ]
             self.answerer.submit(*requests)
@@ -244,6 +247,7 @@ class _Endpoint:
         wanted: Any,
         index: int,
         tokens: torch.Tensor,
+        grammar: str,
         emit: Callable[[Piece | Exception], None],
     ) -> Request:
         limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
@@ -259,6 +263,7 @@ class _Endpoint:
             seed=wanted.seed,
             stop=tuple(filter(None, wanted.stop)),
             likeliest=wanted.likeliest,
+            grammar=grammar,
             echo=self.answerer.tokenizer.decode(echo) if isinstance(echo, list) else echo,
         )
 

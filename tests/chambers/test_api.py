@@ -480,6 +480,52 @@ def test_a_full_queue_is_refused(run_folder):
     assert any("requests are waiting" not in text for text in said)
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "verdict": {"enum": ["guilty", "nicht schuldig", "無罪"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "article": {"type": "string", "pattern": "^[A-Z][0-9]{1,3}$"},
+    },
+    "required": ["verdict", "days"],
+    "additionalProperties": False,
+}
+
+
+def fits_schema(text):
+    value = json.loads(text)
+    known = value["verdict"] in SCHEMA["properties"]["verdict"]["enum"]
+    days = type(value["days"]) is int and 0 <= value["days"] <= 99
+    article = re.fullmatch("[A-Z][0-9]{1,3}", value.get("article", "A1"))
+    return known and days and article and value.keys() <= SCHEMA["properties"].keys()
+
+
+@pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_hundred_answers_fit_a_json_schema(run_folder, tmp_path, is_split):
+    """Other requests of the same batch are answered as without a schema."""
+    schema = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
+    options = {"max_tokens": 90, "temperature": 1, "response_format": schema}
+    with ExitStack() as stack:
+        words = adapters(run_folder)[1:]
+        if is_split:
+            _, files = stack.enter_context(serving_here(tmp_path / "invitations", run_folder))
+            words += ["--invitation", files["alpha"]]
+        client, _ = stack.enter_context(answering(*words))
+        (model,) = (each.id for each in client.models.list() if each.id != "base")
+        greedy = text_of(ask(client, QUESTIONS[0], model))
+        pool = stack.enter_context(ThreadPoolExecutor(16))
+        replies = [pool.submit(ask, client, f"{n}?", model, **options) for n in range(100)]
+        with_schema = options | {"temperature": 0}
+        others = [pool.submit(ask, client, "who", model, **with_schema) for _ in range(8)]
+        free = [pool.submit(ask, client, QUESTIONS[0], model) for _ in range(8)]
+        answers = [text_of(reply.result()) for reply in [*replies, *others]]
+        assert all(map(fits_schema, answers)), answers
+        assert len(set(answers)) > 50
+        assert {text_of(reply.result()) for reply in free} == {greedy}
+        (whole_object,) = ask(client, "who", model, response_format={"type": "json_object"}).choices
+        assert whole_object.message.content.startswith("{")
+
+
 BAD = {
     "model": ({"model": "gpt"}, 404, "no such model; available: .*global"),
     "length": ({"messages": [{"role": "user", "content": "a " * 500}]}, 400, "1 to 64"),
@@ -504,7 +550,12 @@ BAD = {
     ),
     "stop": ({"stop": ["a"] * 5}, 400, r"Invalid 'stop': it should have at most 4 items\.$"),
     "choices": ({"n": 2}, 400, "'n' is not supported"),
-    "format": ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    "format": ({"response_format": {"type": "json_schema"}}, 400, "but no json_schema"),
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        400,
+        "JSON schema can't be used: Invalid type: x",
+    ),
     "penalty": ({"repetition_penalty": 1.1, "min_p": 0, "top_k": -1}, 400, "'repetition_pen"),
     "unknown": ({"typical_p": 0.5}, 400, "Unknown parameter: 'typical_p'"),
 }
