@@ -19,7 +19,13 @@ from tests.chambers.test_api import QUESTIONS, TOKENS, answering, ask
 
 pytestmark = pytest.mark.nightly
 
-PACKAGES = ["litellm>=1.110", "langchain-openai>=1.7", "lm-eval[api]>=0.4.13", "transformers>=5"]
+PACKAGES = [
+    "instructor>=1.11",
+    "litellm>=1.110",
+    "langchain-openai>=1.7",
+    "lm-eval[api]>=0.4.13",
+    "transformers>=5",
+]
 QUESTION, MORE = QUESTIONS[1:3]
 # Each prints the answer of a chat, the same streamed, and the continuations of two texts.
 LITELLM = """
@@ -37,6 +43,24 @@ about = {"model": "base", "base_url": URL, "api_key": "none", "temperature": 0}
 chat, texts = (kind(max_tokens=TOKENS, **about) for kind in (ChatOpenAI, OpenAI))
 answers = [chat.invoke(QUESTION).content, "".join(part.content for part in chat.stream(QUESTION))]
 answers += texts.batch([QUESTION, MORE])
+"""
+STRUCTURED = """
+import instructor, json, openai
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+class Verdict(BaseModel):
+    days: int = Field(ge=0, le=99)
+    is_guilty: bool
+
+about = {"base_url": URL, "api_key": "none"}
+asked = {"model": "base", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+kind = {"mode": instructor.Mode.JSON_SCHEMA}
+client = instructor.from_openai(openai.OpenAI(**about), **kind)
+answers = [client.chat.completions.create(response_model=Verdict, max_tokens=80, **asked)]
+chat = ChatOpenAI(model="base", temperature=0, max_tokens=80, **about)
+answers.append(chat.with_structured_output(Verdict, method="json_schema").invoke(QUESTION))
+print(json.dumps([answer.days in range(100) for answer in answers]))
 """
 CHOICES = ["yes, void", "no"]
 TASK = {
@@ -95,6 +119,11 @@ def test_a_library_gets_the_answers(python, client, tmp_path, code):
     answers = json.loads(ran(python, "-c", script, folder=tmp_path).splitlines()[-1])
     chat = ask(client, QUESTION, "base").choices[0].message.content
     assert answers == [chat, chat, continued(client, QUESTION), continued(client, MORE)]
+
+
+def test_libraries_get_answers_that_fit_a_schema(python, client, tmp_path):
+    given = f"URL, QUESTION = {str(client.base_url)!r}, {QUESTION!r}"
+    assert json.loads(ran(python, "-c", f"{given}\n{STRUCTURED}", folder=tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
