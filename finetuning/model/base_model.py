@@ -13,7 +13,13 @@ import torch
 
 from finetuning.devices import default_device, default_dtype
 from finetuning.errors import UserError
-from finetuning.model.checkpoint import WEIGHTS, problem_of, problem_of_shards, vocabulary_size
+from finetuning.model.checkpoint import (
+    WEIGHTS,
+    problem_of,
+    problem_of_quantization,
+    problem_of_shards,
+    vocabulary_size,
+)
 from finetuning.model.gguf_file import GGUFError, checkpoint_of
 from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, public_name, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
@@ -206,10 +212,11 @@ def text_config(directory: Path) -> Any:
             "(docs/models.md)"
         )
     if text is not whole:
-        for name in ("quantization_config", "eos_token_id", "_name_or_path"):
+        for name in ("eos_token_id", "_name_or_path"):
             if not getattr(text, name, None) and hasattr(whole, name):
                 setattr(text, name, getattr(whole, name))
-        text.tie_word_embeddings = text.tie_word_embeddings or whole.tie_word_embeddings
+        both = (text, whole)
+        text.tie_word_embeddings = any(getattr(c, "tie_word_embeddings", False) for c in both)
     return text
 
 
@@ -237,7 +244,7 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = text_config(directory)
-    refuse_quantized(config, directory)
+    refuse_quantized(directory)
     if problem := problem_of_shards(directory):
         raise BaseModelError(problem)
     if arguments.get("quantization_config") and hasattr(config, "altup_coef_clip"):
@@ -372,15 +379,10 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
         ) from error
 
 
-def refuse_quantized(config: Any, directory: Path) -> None:
+def refuse_quantized(directory: Path) -> None:
     """Raise a BaseModelError if a checkpoint was saved with quantised weights."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = dict(quantization).get("quant_method")
-        remedy = "use the original checkpoint instead, with model.quantization"
-        if method in {"mxfp4", "fp8"}:
-            remedy = f"write its weights in bfloat16 with: chambers convert {directory} FOLDER"
-        raise BaseModelError(f"the checkpoint in {directory} is already quantised; {remedy}")
+    if problem := problem_of_quantization(directory):
+        raise BaseModelError(problem)
 
 
 @torch.no_grad()

@@ -39,7 +39,18 @@ def problem_of(path: Path) -> str | None:
             f"{path} also contains an adapter, which would change the base model; move its "
             "adapter_config.json and adapter_model.safetensors to a folder of their own"
         )
-    return _problem_of_weights(path)
+    return problem_of_quantization(path) or _problem_of_weights(path)
+
+
+def problem_of_quantization(checkpoint: Path) -> str | None:
+    """Return why a directory's weights, if they were quantised, can't be used; else None."""
+    quantization = (_config(checkpoint) or {}).get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    remedy = "use the original checkpoint instead, with model.quantization"
+    if quantization.get("quant_method") in {"mxfp4", "fp8"}:
+        remedy = f"write its weights in bfloat16 with: chambers convert {checkpoint} FOLDER"
+    return f"the checkpoint in {checkpoint} is already quantised; {remedy}"
 
 
 def _problem_of_weights(path: Path) -> str | None:

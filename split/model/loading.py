@@ -88,7 +88,7 @@ def load_parts(
     a tensor differs from the checkpoint.
     """
     whole = outline(directory)
-    refuse_quantized(whole.config, directory)
+    refuse_quantized(directory)
     arguments = loading_arguments(settings, *devices[:1])
     if arguments["quantization_config"] is not None:
         # Only the whole model's last layer stays unquantised, not the last layer of each part.

@@ -90,6 +90,10 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
     (tmp_path / "clients" / "one" / "test.jsonl").write_text('{"instruction": "a"}\n')
     damaged = shutil.copytree(checkpoint, tmp_path / "damaged") / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-100])
+    quantized = shutil.copytree(checkpoint, tmp_path / "quantized")
+    how = {"quantization_config": {"quant_method": "fp8"}}
+    content = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(content | how))
     incomplete = shutil.copytree(checkpoint, tmp_path / "incomplete")
     index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
     (incomplete / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -98,6 +102,7 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
     for setting, reason in (
         (f"model.name={damaged.parent}", f"{damaged} is damaged ("),
         (f"model.name={listed.parent}", f"{listed} is not a JSON object"),
+        (f"model.name={quantized}", "in bfloat16 with: chambers convert"),
         (f"model.name={incomplete}", "lacks model-2.safetensors; copy the checkpoint again"),
         ("model.name=/nowhere", "no config.json in /nowhere"),
         ("model.name=./nowhere", "there is no such file or folder"),

@@ -16,10 +16,17 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2AudioConfig,
 )
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
-from finetuning.model.base_model import BaseModelError, load_base_model, load_tokenizer, locate
+from finetuning.model.base_model import (
+    BaseModelError,
+    load_base_model,
+    load_tokenizer,
+    locate,
+    text_config,
+)
 from finetuning.model.fingerprint import differences, digest, fingerprint
 from finetuning.model.tiny import TinyRecipe, build_tiny
 from finetuning.model.whole_model import WholeModel
@@ -92,6 +99,11 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied, change, reason):
     (copied / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(BaseModelError, match=reason):
         load_base_model(ModelSettings(name=str(copied)))
+
+
+def test_a_wrapper_need_not_say_whether_embeddings_are_tied(tmp_path):
+    Qwen2AudioConfig().save_pretrained(tmp_path)
+    assert text_config(tmp_path).model_type == "qwen2"
 
 
 def test_incomplete_checkpoints_and_those_with_an_adapter_are_refused(sharded):
