@@ -4,8 +4,7 @@
                         [--clients 2 4 8] [--schedules serial …]
 
 For each size and type of weights, local training is first compared with ``transformers.Trainer``,
-as in ``bench.local_training``, in micro-batches of 8 examples. If TRL is installed, its
-``SFTTrainer`` then trains on the same examples, packed into rows of 800 tokens.
+as in ``bench.local_training``, in micro-batches of 8 examples.
 
 For each number of clients, each schedule and the whole model train in turn on the same
 samples, as in ``bench.schedules``. Frozen weights and the wire type are bfloat16; lanes are

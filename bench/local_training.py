@@ -15,7 +15,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -83,7 +82,7 @@ def trainer_steps(examples: Sequence[Example], size: int, count: int) -> list[li
 class Timing(TrainerCallback):  # type: ignore[misc]
     """Time each step of a trainer, and then call ``after``."""
 
-    def __init__(self, side: Side, after: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, side: Side, after: Callable[[], None]) -> None:
         self._side, self._after = side, after
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -125,42 +124,6 @@ def end_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
 
 
-def train(
-    job: Job, callback: Timing, kind: type[Any], arguments: type[Any], own: Any, **data: Any
-) -> Any:
-    """Train with a trainer of a class, whose arguments are the job's and ``own``; return it."""
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = kind(
-            load_whole(job),
-            arguments(**arguments_of(job, directory), **own),
-            callbacks=[callback],
-            **data,
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return trainer
-
-
-def run_packed(job: Job, rows: list[Row]) -> list[str]:
-    """Train on the rows with TRL's SFTTrainer and packing; return a row of the table."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    side = Side("SFTTrainer, packed", [os.getpid()])
-    trainer = train(
-        job,
-        Timing(side),
-        SFTTrainer,
-        SFTConfig,
-        own={"packing": True, "max_length": LONGEST, "max_steps": job.steps},
-        train_dataset=Dataset.from_list(rows),
-        processing_class=end_tokenizer(),
-    )
-    packed = [len(tokens) for tokens in trainer.train_dataset["input_ids"]]
-    size = job.shape.rows * job.shape.micro_batches
-    return row_of(side, [sum(packed[n * size : (n + 1) * size]) for n in range(job.steps)])
-
-
 def as_row(example: Example) -> Row:
     """Convert an example to Trainer's format: no loss outside the targets."""
     labels = example.tokens.where(example.is_target, -100)
@@ -189,15 +152,16 @@ def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
         chambers.losses += course.train(1)
         chambers.stop()
 
-    finished = train(
-        job,
-        Timing(trainer, after=step),
-        Trainer,
-        TrainingArguments,
-        own={"num_train_epochs": 1},
-        train_dataset=[as_row(examples[i]) for step in steps for i in step],
-        data_collator=DataCollatorForSeq2Seq(end_tokenizer()),
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        finished = Trainer(
+            load_whole(job),
+            TrainingArguments(**arguments_of(job, directory), num_train_epochs=1),
+            callbacks=[Timing(trainer, after=step)],
+            train_dataset=[as_row(examples[i]) for step in steps for i in step],
+            data_collator=DataCollatorForSeq2Seq(end_tokenizer()),
+        )
+        finished.remove_callback(PrinterCallback)
+        finished.train()
     losses = [entry["loss"] for entry in finished.state.log_history if "loss" in entry]
     tokens = [sum(len(examples[i].tokens) for i in step) for step in steps]
     result = [row_of(side, tokens) for side in sides]
@@ -207,8 +171,6 @@ def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
     if not difference <= tolerance:
         raise SystemExit(f"the losses differ by {difference:.1e}")
     result[1] += [*ratios(trainer, chambers), f"{difference:.1e}"]
-    if job.client_device != "cpu" and find_spec("trl"):
-        result.append(run_packed(job, [as_row(example) for example in examples]))
     return result
 
 
