@@ -120,15 +120,14 @@ class AdapterOptions(BaseModelOptions):
         Raise ``CommandError`` if no base model is named, or the named one isn't on this machine.
         """
         config: Mapping[str, Any] = run.config if run else {}
-        known = [config.get("model.name"), offered, adapter.base if adapter else ""]
+        base = adapter.base if adapter else ""
+        # Of a folder, adapters have only the last part, which isn't an id.
+        located = base if "/" in base or base in BUILT_IN else ""
+        known = [config.get("model.name"), offered, located]
         names = [str(name) for name in ([self.model] if self.model else known) if name]
         if not names:
-            raise CommandError("no base model is named: add --model NAME_OR_PATH")
-        if adapter and names == [adapter.base] and "/" not in adapter.base not in BUILT_IN:
-            raise CommandError(
-                f"the adapter in {adapter.directory} gives only the last name of its base model's "
-                f"folder, {adapter.base}: name the base model with --model NAME_OR_PATH"
-            )
+            only = f" (the adapter gives only the folder's name, {base})" if base else ""
+            raise CommandError(f"no base model is named{only}: add --model NAME_OR_PATH")
         # Skip folders that exist only at another party: the adapter may name one on this machine.
         name = next((name for name in names if not _is_missing(name)), names[0])
         if _is_missing(name):

@@ -48,7 +48,7 @@ def test_an_adapter_is_used_on_another_machine(run_folder, base, tmp_path, capsy
     (tmp_path / "BoolQ" / "val.jsonl").write_text(json.dumps(row) + "\n")
     evaluate = ["evaluate", "--tasks", "boolq", "--data", tmp_path, copied]
     for command in (["api", copied], evaluate):
-        assert "with --model NAME_OR_PATH" in refused(capsys, *command)
+        assert "add --model NAME_OR_PATH" in refused(capsys, *command)
     told(capsys, *evaluate, "--model", base)
     models = ModelsOptions(adapters=[copied], model=str(base)).sources()
     assert models.keys() == {"copied", "base"}

@@ -351,7 +351,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     refusal = refused(capsys, "generate", "--adapter", copy, "--model", shallow, "the court")
     assert "for a different one" in refusal
     refusal = refused(capsys, "generate", "--adapter", copy, "the court")
-    assert f"last name of its base model's folder, {base.name}: name" in refusal
+    assert f"the folder's name, {base.name}): add --model" in refusal
     here = ["--model", base]
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))

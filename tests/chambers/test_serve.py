@@ -201,9 +201,12 @@ def test_what_is_no_invitation_is_refused_without_its_secret(run_folder, tmp_pat
             assert content["secret"] not in refusal
 
 
-def test_the_base_model_may_lie_elsewhere_at_the_client(run_folder, tmp_path, capsys):
-    """A client's adapter that is not in a run's folder names its base model."""
+def test_the_base_model_may_lie_elsewhere_at_the_client(run_folder, base, tmp_path, capsys):
+    """A client's adapter that is not in a run's folder may name its base model."""
     adapter = shutil.copytree(run_folder / "adapters" / "global", tmp_path / "adapter")
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}
+    file.write_text(json.dumps(config))
     with serving_here(tmp_path, run_folder) as (_, files):
         content = json.loads(files["alpha"].read_text())
         files["alpha"].write_text(json.dumps(content | {"model": "/srv/nowhere"}))
