@@ -17,6 +17,7 @@ from split.model.loading import load_parts
 from split.model.part import Part
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
+from tests.conftest import WORDS
 from tests.finetuning.conftest import EXPERTS, HYBRIDS, ROUTED
 from tests.split.clients import ADAPTER
 from tests.split.lanes import Server
@@ -149,15 +150,16 @@ def split_logits(parts: dict[str, Part], tokens: torch.Tensor, side: str = "righ
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """Write a random Llama of six blocks, with the small checkpoint's tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a random Llama of six blocks, with a tokenizer of a few words."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("six-blocks")
-    torch.manual_seed(4)
+    torch.manual_seed(3)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=320,
+            vocab_size=64,
             hidden_size=32,
             intermediate_size=48,
             num_hidden_layers=6,
@@ -167,7 +169,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
         )
     )
     model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(directory)
+    words = {word: number for number, word in enumerate(["<pad>", "<end>", *WORDS])}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words)), pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(directory)
     return directory
 
 
