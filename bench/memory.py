@@ -15,14 +15,20 @@ half empty, and again *mapped*: each block of 1 MiB or more is mapped separately
 share two heaps.
 """
 
+import gc
 import os
-from collections.abc import Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from copy import copy
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from bench.harness import Worker, command, make_table, show
 from bench.job import Course, Job, Shape, join, load_body, load_ends, open_model, random_job
-from bench.memory_use import Memory, SavedTensors, bytes_of
 from bench.parties import Server, Training
 from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
@@ -39,6 +45,65 @@ _ALLOCATORS = {
     "default": {},
     "mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "2"},
 }
+
+
+class Memory:
+    """The growth of the process's resident memory since the construction of this object."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        self._baseline = _status("VmRSS")
+
+    def peak(self) -> int:
+        """Return the largest growth so far, in bytes."""
+        return _status("VmHWM") - self._baseline
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the memory of tensors in bytes; each storage counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class SavedTensors:
+    """Count the tensors that autograd saves for backward passes, except the model's parameters.
+
+    ``peak`` is the maximum number of bytes saved at once.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self._users: Counter[int] = Counter()
+        self._bytes = self.peak = 0
+
+    def counting(self) -> saved_tensors_hooks:
+        """Count the tensors saved by forward passes in the ``with`` block."""
+        return saved_tensors_hooks(self._pack, lambda saved: saved())
+
+    def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def saved() -> torch.Tensor:
+            return tensor
+
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in self._parameters:
+            self._count(place, size, 1)
+            # Autograd releases ``saved`` after the backward pass.
+            weakref.finalize(saved, self._count, place, size, -1)
+        return saved
+
+    def _count(self, place: int, size: int, users: int) -> None:
+        before = bool(self._users[place])
+        self._users[place] += users
+        self._bytes += size * (bool(self._users[place]) - before)
+        self.peak = max(self.peak, self._bytes)
 
 
 def measure_client(split: SplitSettings, job: Job, invitation: Invitation) -> dict[str, int]:

@@ -175,21 +175,16 @@ def check_data(config: RunConfig, clients: int) -> None:
     elif has_folders and clients < len(sources):
         print("not in this run:", ", ".join(list(sources)[clients:]), file=sys.stderr)
         sources = dict(list(sources.items())[:clients])
-    more = Counter[str]()
     for number, (name, source) in enumerate(sources.items()):
         reading = read(name, source, config)
         rows = len(reading.rows)
         if not has_folders and rows < clients:
             raise CommandError(f"{path}: {rows} rows can't be divided among {clients} clients")
-        if number < _LINES:
+        # Of many clients, only those whose rows aren't all used have a line.
+        if number < _LINES or reading.left_out or reading.cut:
             print(reading.line, file=sys.stderr)
-            for origin, reason in reading.left_out[:_SHOWN]:
-                print(f"  left out: {origin}: {reason}", file=sys.stderr)
-        else:
-            cut = {"left out": len(reading.left_out), "cut by data.max-length": len(reading.cut)}
-            more += Counter({"clients": 1, "rows": rows, **cut})
-    if more:
-        print("and", ", ".join(f"{count} {what}" for what, count in more.items()), file=sys.stderr)
+        for origin, reason in reading.left_out[:_SHOWN]:
+            print(f"  left out: {origin}: {reason}", file=sys.stderr)
 
 
 def _marked(example: "Example", tokenizer: Any) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import uvicorn
 from jinja2 import Environment
-from markupsafe import Markup
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -19,49 +18,9 @@ from starlette.routing import Route
 from chambers.errors import CommandError
 from chambers.run_status import CLIENT_COLUMNS, Seen, clients, facts, look
 
-_TEMPLATES = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-# The part of the page that is read again every two seconds.
-_STATUS = _TEMPLATES.from_string("""\
-<p><progress aria-label="Finished rounds" max="{{ rounds }}" value="{{ finished }}"></progress>
-{{ finished }} of {{ rounds }} rounds finished</p>
-<dl>{% for heading, text in facts %}<dt>{{ heading }}</dt><dd>{{ text }}</dd>{% endfor %}</dl>
-{% if clients %}
-<div><table><thead><tr>{% for column in columns %}
-<th scope="col">{{ column }}</th>{% endfor %}</tr></thead>
-{% for client in clients %}
-<tr><th scope="row">{{ client[0] }}</th>
-{% for text in client[1:] %}<td>{{ text }}</td>{% endfor %}</tr>
-{% endfor %}</table></div>
-{% endif %}
-""")
-_PAGE = _TEMPLATES.from_string("""\
-<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Chambers: {{ name }}</title>
-<style>
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
-body { max-width: 66rem; margin: 1rem auto; padding: 0 1rem } progress { width: min(20rem, 100%) }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem } dt { color: #777 }
-dd { margin: 0; overflow-wrap: anywhere } div { overflow-x: auto }
-th, td { padding: .2rem .8rem .2rem 0; text-align: left }
-iframe { width: 100%; height: 80vh; border: 0; border-top: 1px solid #8886 }
-</style>
-<main id="status" aria-live="polite">{{ status }}</main>
-<p><a href="report">Report</a> · <a href="metrics">Metrics</a></p>
-<iframe src="report" title="Report"></iframe>
-<script>
-let shown = null;
-setInterval(async () => {
-  const status = await fetch("status").catch(() => null);
-  if (!status) return;
-  document.querySelector("#status").innerHTML = await status.text();
-  const changed = status.headers.get("Last-Modified");
-  if (shown && changed !== shown) document.querySelector("iframe").src = "report";
-  shown = changed;
-}, 2000);
-</script>
-""")
+_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+    Path(__file__).with_name("status.html").read_text(encoding="utf-8")
+)
 
 
 def serve_status(directory: Path, coordinator: Path | None, port: int) -> None:
@@ -89,26 +48,26 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     """Return the application; it reads the run's folder for each request."""
     report = directory / "report.html"
 
-    def rendered() -> Markup:
+    def rendered(whole: bool) -> str:
         seen = look(directory, coordinator)
         ended = [event["round"] for event in seen.events if event["event"] == "round"]
-        return Markup(
-            _STATUS.render(
-                rounds=seen.config["rounds"],
-                finished=max(ended, default=0),
-                facts=facts(seen),
-                columns=CLIENT_COLUMNS,
-                clients=clients(seen),
-            )
+        return _PAGE.render(
+            whole=whole,
+            name=directory.name,
+            rounds=seen.config["rounds"],
+            finished=max(ended, default=0),
+            facts=facts(seen),
+            columns=CLIENT_COLUMNS,
+            clients=clients(seen),
         )
 
     def page(_: Request) -> Response:
-        return HTMLResponse(_PAGE.render(name=directory.name, status=rendered()))
+        return HTMLResponse(rendered(whole=True))
 
     def status(_: Request) -> Response:
         """Return the part of the page that changes, and when the report was written."""
         written = formatdate(report.stat().st_mtime, usegmt=True) if report.exists() else ""
-        return HTMLResponse(rendered(), headers={"Last-Modified": written})
+        return HTMLResponse(rendered(whole=False), headers={"Last-Modified": written})
 
     def report_page(_: Request) -> Response:
         if not report.exists():

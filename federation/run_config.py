@@ -344,15 +344,10 @@ def _explain(
 _OTHER_NAMES = {
     "lr": "train.learning-rate",
     "lora-r": "adapter.rank",
-    "r": "adapter.rank",
     "lora-alpha": "adapter.alpha",
     "target-modules": "adapter.targets",
     "max-seq-length": "data.max-length",
-    "max-steps": "train.local-steps",
-    "gradient-accumulation-steps": "train.accumulation",
-    "load-in-4bit": "model.quantization",
     "num-rounds": "rounds",
-    "num-server-rounds": "rounds",
 }
 
 

@@ -96,15 +96,15 @@ def test_rows_are_checked_before_a_run(capsys, checkpoint, data):
         check_data(parse_run_config(values), 4)
 
 
-def test_only_the_first_of_many_clients_have_a_line(capsys, checkpoint, tmp_path):
+def test_of_many_clients_those_with_bad_rows_have_a_line(capsys, checkpoint, tmp_path):
     for number in range(25):
         write(tmp_path / f"client-{number:02}" / "train.jsonl", asked("who"), asked("is it"))
     write(tmp_path / "client-24" / "train.jsonl", {"text": "x"}, asked("who"))
     config = {"model.name": str(checkpoint), "data.path": str(tmp_path), "min-nodes": 1}
     check_data(parse_run_config(config | {"data.skip-bad-rows": True}), 25)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 21
-    assert lines[-1] == "and 5 clients, 9 rows, 1 left out"
+    shown = [*(f"client-{number:02}" for number in (*range(20), 24)), "  left out"]
+    assert [line.partition(":")[0] for line in lines] == shown
 
 
 def test_rows_that_the_template_rejects_are_named_before_flower_starts(

@@ -1,6 +1,6 @@
 """Check the properties in lane.horn for each pair of compromised secrets, with the prover E.
 
-`python docs/formal/check.py` prints the table of docs/formal.md. E saturates a query's clauses:
+`python -m tests.formal.check` prints the table of docs/formal.md. E saturates a query's clauses:
 if it ends without a contradiction, the query can't be reached, and the property is proven.
 """
 

@@ -1,0 +1,26 @@
+"""The formal model of the lane proves the statements in docs/formal.md."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.formal.check import holds, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "formal.md"
+
+pytestmark = pytest.mark.skipif(not shutil.which("eprover"), reason="eprover is not installed")
+
+
+@pytest.mark.parametrize("query", ["opens", "resumes"])
+def test_lanes_can_be_opened_and_resumed_in_the_model(query):
+    assert not holds((), "before", query)
+
+
+def test_all_three_secrets_of_a_recorded_stream_decrypt_it():
+    assert not holds(("ticket", "server-key", "client-share"), "after", "past")
+
+
+@pytest.mark.slow
+def test_the_page_has_the_prover_s_table():
+    assert table() in PAGE.read_text()
