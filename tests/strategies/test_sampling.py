@@ -88,7 +88,7 @@ def test_a_drawn_client_with_bad_rows_is_left_out_by_name(many, tmp_path):
     spoil(many, bad)
     second = events(run_in_process(many, tmp_path / "b", 200), "round")[1]
     ((client, reason),) = [each.values() for each in second["left_out"]]
-    assert client == bad and "1 of 1 rows are malformed" in reason
+    assert client == bad and "train.jsonl:1: not JSON" in reason
     assert {*good} <= {*second["participants"]} and len(second["participants"]) == 3
     spoil(many, asked[0])
     with pytest.raises(RefusedError, match=f"training can't start:\n  {asked[0]}: "):
