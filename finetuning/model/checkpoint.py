@@ -76,8 +76,10 @@ def _problem_of_weights(path: Path) -> str | None:
 def problem_of_shards(checkpoint: Path) -> str | None:
     """Return which files in a directory's index are missing, or None if the checkpoint is complete.
 
-    Of a split model's checkpoint, a party needs only some files.
+    Of a split model's checkpoint, a party needs only some files. A GGUF file is always complete.
     """
+    if checkpoint.is_file():
+        return None
     missing = sorted(
         set(read_index(checkpoint).values()) - {file.name for file in checkpoint.iterdir()}
     )

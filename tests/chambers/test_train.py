@@ -25,6 +25,7 @@ from finetuning.model.base_model import BaseModelError
 from finetuning.model.checkpoint import client_parameters
 from tests.chambers.conftest import ROOT, refused, serve, told
 from tests.conftest import write_rows
+from tests.gguf_files import write_gguf
 from tests.waiting import wait_until
 
 
@@ -124,6 +125,9 @@ def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client
         assert reason in refused(capsys, "train", *good, setting, *clients), setting
     refusal = refused(capsys, "train", *good, f"data.path={tmp_path / 'clients'}")
     assert f"{tmp_path}/clients/one/test.jsonl:1: has no answer (output, " in refusal
+    gguf = write_gguf(checkpoint, tmp_path / "model.gguf")  # nothing is wrong with the model
+    refusal = refused(capsys, "train", f"model.name={gguf}", "data.path=/nowhere")
+    assert "/nowhere\" doesn't exist" in refusal
 
 
 @pytest.mark.parametrize("model", ["tiny", "deep_checkpoint"])
