@@ -57,7 +57,7 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <p>{{ started ~ " · " if started }}{{ rounds|length }} of {{ config["rounds"] }} rounds finished
 {%- for kind, time in times.items() %} · {{ kind }} {{ time }}{% endfor %}</p>
 <h2>{{ "What joining brought" if "alone" in models else "Results on held-out rows" }}</h2>
-{% if means %}<p class="main">Mean held-out loss of the clients:
+{% if means %}<p class="main">Mean held-out loss of the clients that have evaluated all models:
 {% for model, loss in means.items() %}
 {{ model_names[model] }} <strong>{{ "%.3f"|format(loss) }}</strong>{{ "." if loop.last else "," }}
 {% endfor %}</p>{% endif %}

@@ -174,7 +174,8 @@ def _times(events: Iterable[Event]) -> dict[str, str]:
         kind = {"round": "training", "evaluation": "evaluations"}.get(event["event"])
         if kind and event.get("seconds") is not None:
             sums[kind] = sums.get(kind, 0.0) + event["seconds"]
-    return {kind: f"{value // 60:.0f} min {value % 60:.0f} s" for kind, value in sums.items()}
+    whole = {kind: divmod(round(seconds), 60) for kind, seconds in sums.items()}
+    return {kind: f"{minutes} min {seconds} s" for kind, (minutes, seconds) in whole.items()}
 
 
 def _counts(events: Iterable[Event]) -> dict[str, str]:

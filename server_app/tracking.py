@@ -76,7 +76,7 @@ class Tracking:
         """Send what has been recorded, and end all trackers."""
         self._send_trained()
         for (name, _), tracker in self._trackers.items():
-            with self._going_on(name):
+            with self._dropping_after_errors(name):
                 tracker.finish()
 
     def _send_trained(self) -> None:
@@ -95,10 +95,10 @@ class Tracking:
         numbers = {k: v for k, v in event.items() if isinstance(v, int | float) and k != "round"}
         client, step = event["client"], self._steps.get(event["round"], 0)
         for name in list(self._names):
-            own, end = (client, "") if name == "tensorboard" else ("", f"/{client}")
+            run, end = (client, "") if name == "tensorboard" else ("", f"/{client}")
             values = {f"{prefix}/{key}{end}": value for key, value in numbers.items()}
-            with self._going_on(name):
-                self._tracker(name, own).log(values, step=step)
+            with self._dropping_after_errors(name):
+                self._tracker(name, run).log(values, step=step)
 
     def _tracker(self, name: str, client: str) -> Any:
         """Return a tracker, and start it first if it is new."""
@@ -120,8 +120,8 @@ class Tracking:
         return self._trackers[name, client]
 
     @contextmanager
-    def _going_on(self, name: str) -> Iterator[None]:
-        """Stop using a tracker after an error in the context."""
+    def _dropping_after_errors(self, name: str) -> Iterator[None]:
+        """Log an error in the context, and stop using the tracker."""
         try:
             yield
         except Exception as error:  # a tracker's failure must not end the run
