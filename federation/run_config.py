@@ -93,7 +93,7 @@ class RunConfig(Section):
         description="Maximum distance of a client's adapter from the round's initial adapter, as a "
         "multiple of the clients' median. Larger updates are shortened, and the log names the "
         "client. 0: 3 with `train.local-steps`, otherwise 10. Lower values "
-        "keep a client from planting a [backdoor](robustness.md).",
+        "make it harder to plant a [backdoor](robustness.md).",
     )
     node_timeout: PositiveFloat = Field(
         120.0,
