@@ -16,7 +16,7 @@ from chambers.superlink import free_port
 from tests.in_process import run_in_process
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 PROGRAMS = Path(sys.executable).parent
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 HIDING = 'mount -t tmpfs none "$0" && exec "$@"'
@@ -87,14 +87,12 @@ def test_results_equal_those_of_one_machine(cluster, values, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.nightly
 def test_a_host_that_does_not_share_the_state_is_named(cluster, values, tmp_path):
     address, _, hidden = cluster
     shown = train(address, values, tmp_path, **{"state-path": str(hidden)}).communicate()[0]
     assert f"state-path ({hidden}) is " in shown and f"shared on host {OTHER}, but " in shown
 
 
-@pytest.mark.nightly
 def test_a_host_that_dies_ends_the_run_with_the_names_of_its_clients(cluster, values, tmp_path):
     address, other, _ = cluster
     changed = {"rounds": 2, "train.local-steps": 2000, "train.learning-rate": 1e-6}

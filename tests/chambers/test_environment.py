@@ -64,7 +64,7 @@ def test_only_connections_to_other_machines_use_a_proxy(tmp_path, monkeypatch):
     assert (at_server, at_proxy) == (["/here"], ["http://hub.invalid/there"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_uses_neither_proxies_nor_modules_nor_a_long_path_of_its_user(tmp_path):
     long = tmp_path / "a.long.name.of.a.job" / ("x" * 60)
     for folder in (long, tmp_path / "work"):
