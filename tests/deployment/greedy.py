@@ -1,11 +1,13 @@
-"""A malicious institution's ``flwr-clientapp``: two of its replies fill the reader's memory.
+"""A malicious institution's ``flwr-clientapp``: it claims many rows, and spoils its adapters.
 
-The replies are authenticated, with the key that the instruction contains.
+Two of its replies fill the reader's memory, and the third replaces each weight. All replies are
+authenticated, with the key that the instruction contains.
 """
 
 import sys
 from functools import partial
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MessageType
 from flwr.clientapp import ClientApp
 from flwr.supernode.cli import flwr_clientapp
@@ -13,43 +15,51 @@ from flwr.supernode.runtime import run_clientapp
 
 from federation import packed_content
 from federation.authentication import SignedInstruction, open_reply
-from federation.messages import ARRAYS, CONFIG
+from federation.messages import ARRAYS, CONFIG, METRICS, SIZE
 
 # Size in memory; the stored objects have 5 MiB or 7 MiB.
 BYTES = 2**31
 _NAMES = 64
 
 
-def repeated_piece() -> ArrayRecord:
+def repeated_piece(_: ArrayRecord) -> ArrayRecord:
     """Return an array that consists of one piece, repeated."""
     return ArrayRecord({"0": _zeros(BYTES)})
 
 
-def many_names() -> ArrayRecord:
+def many_names(_: ArrayRecord) -> ArrayRecord:
     """Return one array under many names, which decryption copies for each name."""
     array = _zeros(BYTES // _NAMES)
     return ArrayRecord({str(number): array for number in range(_NAMES)})
+
+
+def far_weights(trained: ArrayRecord) -> ArrayRecord:
+    """Return an adapter of weights that no training reaches."""
+    return ArrayRecord({n: Array(np.full_like(a.numpy(), 1e3)) for n, a in trained.items()})
 
 
 def _zeros(size: int) -> Array:
     return Array("uint8", (size,), "numpy.ndarray", bytes(size))
 
 
-_REPLIES = {1: repeated_piece, 2: many_names}
+_ADAPTERS = {1: repeated_piece, 2: many_names, 3: far_weights}
 
 
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
-    """Answer a message as the app does, or with a reply that is too large."""
+    """Answer a message as the app does, but claim a billion rows, and replace the adapter."""
     instruction = SignedInstruction.of(message.content)
     assert instruction is not None
     reply = app(message, context)
-    spoiled = _REPLIES.get(message.content[CONFIG]["round"])
-    if message.metadata.message_type == MessageType.TRAIN and spoiled:
-        open_reply(reply, instruction.statement)
-        reply.content[ARRAYS] = spoiled()
-        # Leave the pieces unencrypted; encrypted, they would differ from each other.
-        packed_content._applied = lambda key, record: record
-        instruction.authenticate(reply)
+    open_reply(reply, instruction.statement)
+    if SIZE in reply.content[METRICS]:
+        reply.content[METRICS][SIZE] = 10**9
+    if message.metadata.message_type == MessageType.TRAIN:
+        number = message.content[CONFIG]["round"]
+        reply.content[ARRAYS] = _ADAPTERS[number](reply.content[ARRAYS])
+        if number != 3:
+            # Leave the pieces unencrypted; encrypted, they would differ from each other.
+            packed_content._applied = lambda key, record: record
+    instruction.authenticate(reply)
     return reply
 
 

@@ -134,7 +134,8 @@ def test_nobody_speaks_in_another_s_name(running):
 
 
 @pytest.mark.nightly
-def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
+def test_a_spoiled_reply_is_left_out_or_scaled_down(running, tmp_path):
+    """The consultation fills the memory twice, then sends far weights; it claims 10⁹ rows."""
     settings = SETTINGS | {"train.local-steps": 1, "evaluate.every": 3}
     before = newest_run(running)
     with clientapp_of_its_own(running.programs["consultation"]["superexec"], tmp_path):
@@ -149,6 +150,9 @@ def test_a_reply_that_fills_the_memory_is_left_out(running, tmp_path):
         assert round_["participants"] == ["court"]
         assert round_["left_out"] == [{"client": "consultation", "reason": reason}]
     assert events(running, "round")[2]["participants"] == ["consultation", "court"]
+    factors = {e["what"]: e["factor"] for e in events(running, "scaled")}
+    # The court has 16 rows, so of the claimed ones, three times as many count.
+    assert factors["data size"] == 48 / 10**9 and factors["update"] < 0.01
     assert peak < BYTES / 2
 
 
