@@ -226,7 +226,7 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
     """
     examples = institution.drawn(config.seed, config.continual.importance_examples)
     rows = [collate([example], institution.padding) for example in examples]
-    values = importance(model, rows, config.continual.jacobian)
+    values = importance(model, rows)
     names = exported_names(model.peft_model)
     return {names[name]: value.float().cpu() for name, value in values.items()}
 

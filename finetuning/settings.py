@@ -274,11 +274,6 @@ class ContinualSettings(Section):
     importance_examples: PositiveInt = Field(
         64, description="Maximum number of training examples from which J is computed."
     )
-    jacobian: Literal["mean-absolute", "mean-gradient"] = Field(
-        "mean-absolute",
-        description="`mean-absolute`: J is the mean of |∂L/∂W| over rows. `mean-gradient`: J is "
-        "the absolute value of the mean of ∂L/∂W, which is never larger.",
-    )
     share: float = Field(
         0.0,
         ge=0,

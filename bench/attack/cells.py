@@ -7,9 +7,9 @@ from typing import Any, Literal
 from bench.attack.observed import Seen
 from split.protocol.frames import WireType
 
-# What is measured: a decoder (linear or Transformer), the search through the public head,
-# optimisation, labels read from gradients, or the loss before and after training with noise.
-Attack = Literal["linear", "transformer", "search", "optimisation", "gradient", "loss"]
+# What is measured: a decoder (linear or Transformer), the search through the public head, labels
+# read from gradients, or the loss before and after training with noise.
+Attack = Literal["linear", "transformer", "search", "gradient", "loss"]
 HEAD_BLOCKS = (0, 1, 2, 3, 6)
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 TUNED = (1, 3)  # numbers of head blocks with which a private adapter is measured
@@ -23,8 +23,6 @@ class Sizes:
     longest: int = 48  # maximum number of attacked tokens per text, after the common beginning
     decoded: int = 30  # number of texts to reconstruct with a decoder
     searched: int = 2  # number of texts to reconstruct by search
-    optimised: int = 1  # number of texts to reconstruct by optimisation
-    optimisation_steps: int = 100
     labelled: int = 1  # number of texts whose labels are read from gradients
     labels: int = 12  # number of labels to read per text: the last ones
     steps: int = 8  # number of steps of training with noise
@@ -56,8 +54,7 @@ def cells_of(data: str, blocks: int, seeds: int, complete: bool) -> Iterator[Cel
     heads = [head for head in HEAD_BLOCKS if head + 2 <= blocks]
     by_seed: list[dict[str, Any]] = []
     for head in heads:
-        more = ["optimisation"] if complete and head else []
-        kinds = ["linear", "transformer", "search", *more]
+        kinds = ("linear", "transformer", "search")
         by_seed += [{"attack": kind, "head_blocks": head} for kind in kinds]
     if complete:
         both: tuple[Attack, ...] = ("transformer", "search")

@@ -12,7 +12,6 @@ from bench.attack.decoder import DecoderKind, train_decoder
 from bench.attack.gradients import client_gradient, read_labels
 from bench.attack.noisy_training import ADAPTER, train_with_noise
 from bench.attack.observed import as_encrypted, as_received, head_outputs
-from bench.attack.optimisation import invert
 from bench.attack.public_head import PublicHead
 from bench.attack.texts import Texts
 from bench.job import FLOAT32
@@ -51,8 +50,7 @@ class Attacked:
             return self._trained(cell.noise, cell.seed)[0]
         if cell.attack == "gradient":
             return self._scores(*self._labels(cell))
-        counts = {"search": self._sizes.searched, "optimisation": self._sizes.optimised}
-        count = counts.get(cell.attack, self._sizes.decoded)
+        count = self._sizes.searched if cell.attack == "search" else self._sizes.decoded
         rows = self._texts.attacked_rows(count, cell.seed)
         outputs = head_outputs(
             self._head(cell.head_blocks, cell.seed if cell.tuned else None), rows
@@ -63,14 +61,6 @@ class Attacked:
             most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
             received = as_received(hidden, cell.wire, cell.noise)
             found = [search.read(row, cell.wire, cell.noise, most) for row in received]
-        elif cell.attack == "optimisation":
-            found = invert(
-                head=self._head(cell.head_blocks, None),
-                beginning=self._texts.beginning,
-                received=as_received(hidden, cell.wire, cell.noise),
-                steps=self._sizes.optimisation_steps,
-                seed=cell.seed,
-            )
         else:
             found = self._decoded(cell, hidden, cell.attack)
         return self._scores(found, [row[self._texts.known :] for row in rows])

@@ -11,7 +11,6 @@ from bench.harness import spread
 _ATTACKS = {
     "linear": "decoder, linear",
     "transformer": "decoder, Transformer",
-    "optimisation": "optimisation",
     "search": "search",
 }
 _LOSSES = {"loss_before": "base model", "loss_after": "trained"}

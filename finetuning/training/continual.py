@@ -14,25 +14,21 @@ from finetuning.data.batching import MicroBatch
 from finetuning.model.whole_model import WholeModel
 from finetuning.training.penalty import Penalty
 
-Jacobian = Literal["mean-absolute", "mean-gradient"]
 Sum = Literal["all", "tensor"]
 
 
-def importance(
-    model: WholeModel, rows: Sequence[MicroBatch], jacobian: Jacobian
-) -> dict[str, torch.Tensor]:
+def importance(model: WholeModel, rows: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
     """Compute J at the adapter's current weights, those of the global adapter, as a mean over rows.
 
-    ``rows`` are one or more training examples, each in its own micro-batch. ``mean-absolute``
-    averages |∂L/∂W| over rows, where L is the mean loss of a row's targets; ``mean-gradient`` takes
-    the absolute value of the average of ∂L/∂W.
+    ``rows`` are one or more training examples, each in its own micro-batch. J is the mean of
+    |∂L/∂W| over rows, where L is the mean loss of a row's targets.
     """
     total: dict[str, torch.Tensor] = {}
     for row in rows:
         for name, gradient in model.gradients_of(row).items():
-            value = gradient.abs() if jacobian == "mean-absolute" else gradient
+            value = gradient.abs()
             total[name] = total[name] + value if name in total else value
-    return {name: (value / len(rows)).abs() for name, value in total.items()}
+    return {name: value / len(rows) for name, value in total.items()}
 
 
 def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:

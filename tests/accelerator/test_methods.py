@@ -111,7 +111,7 @@ def train_whole(base, kind, state, draws_as_cpu, devices="first") -> dict:
     rows = [clients.collate([example], 0) for example in examples[:3]]
     stages, penalty = whole, None
     if kind == "continual":
-        weights = importance(whole, rows, "mean-absolute")
+        weights = importance(whole, rows)
         penalty = ContinualPenalty(
             parameters, anchor, {n: w.cpu() for n, w in weights.items()}, 0.1, share=0.1
         )
