@@ -70,9 +70,11 @@ def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: 
         card = model_card(
             title=f"{kind} adapter of {institution.name}",
             base=config.model.name,
-            directory=base,
-            sizes={institution.name: institution.size},
+            directory=institution.directory,
+            clients=1,
             rounds=config.rounds,
-            config=config.flat(),
+            kind=config.adapter.kind,
+            config=config.changed(),
         )
-        save_adapter(task.state.directory / "adapters" / kind, adapter, peft_config, card)
+        folder = task.state.directory / "adapters" / kind
+        save_adapter(folder, adapter, peft_config, card, institution.directory)

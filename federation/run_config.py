@@ -264,6 +264,11 @@ class RunConfig(Section):
         return max(self.train.batch_size, self.evaluate.batch_size) * sum(self.row.values())
 
     @property
+    def longest_in_training(self) -> int:
+        """Maximum number of padded tokens in a micro-batch of training, prefixes included."""
+        return self.train.batch_size * sum(self.row.values())
+
+    @property
     def max_generated_tokens(self) -> int:
         """Maximum number of padded tokens in a generation batch; 0 without generation."""
         if not self.evaluate.generate:
@@ -292,6 +297,11 @@ class RunConfig(Section):
     def flat(self) -> dict[str, Scalar]:
         """Return the configuration in Flower's flat form: scalars keyed by ``section.name``."""
         return {key: value for key, _, value in leaves(self)}
+
+    def changed(self) -> dict[str, Scalar]:
+        """Return the settings that differ from the defaults, in Flower's flat form."""
+        usual = RunConfig().flat()
+        return {key: value for key, value in self.flat().items() if value != usual[key]}
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:

@@ -28,7 +28,6 @@ from finetuning.adapters.adapted_modules import with_names
 from finetuning.adapters.adapter import State, initial_adapter
 from finetuning.adapters.saved import read_fitting
 from finetuning.files import write_file
-from finetuning.model.base_model import reference
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
@@ -87,7 +86,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint 
     state, peft_config = first_adapter(config, base, with_initial=checkpoint is None)
     if checkpoint is not None:
         check_base_model(directory, digests)
-    results = Results(directory, config, reference(config.model.name, base), peft_config)
+    results = Results(directory, config, base, peft_config)
     if checkpoint is None:
         progress = Progress(lineage=uuid.uuid4().hex)
     else:

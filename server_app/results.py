@@ -26,6 +26,7 @@ from finetuning.files import (
     replacing,
     write_json,
 )
+from finetuning.model.base_model import reference
 from finetuning.model.gguf_file import origin_of
 from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
@@ -39,11 +40,11 @@ _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizer
 class Results:
     """Writes a run's results; this class implements ``Journal`` for the strategy.
 
-    The folder of the run must exist. ``base`` is the id or directory of the base model;
+    The folder of the run must exist. ``base`` is the folder of the base model's configuration;
     ``peft_config`` is PEFT's configuration of the adapters.
     """
 
-    def __init__(self, directory: Path, config: RunConfig, base: str, peft_config: Any) -> None:
+    def __init__(self, directory: Path, config: RunConfig, base: Path, peft_config: Any) -> None:
         self.directory = directory
         self._config = config
         self._base = base
@@ -56,8 +57,9 @@ class Results:
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
         """Write the resolved config, the package versions and the base model's fingerprint."""
-        origin = origin_of(Path(self._base))
-        base = {"loaded from": self._base} | ({"gguf": origin} if origin else {})
+        origin = origin_of(self._base)
+        name = reference(self._config.model.name, self._base)
+        base = {"loaded from": name} | ({"gguf": origin} if origin else {})
         versions = {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES}
         write_json(self.directory / "config.json", self._config.flat())
         write_json(self.directory / "versions.json", versions)
@@ -99,7 +101,7 @@ class Results:
             folder=self._trained(round_number) / client,
             state=state,
             title=f"Personalised adapter of {client}",
-            sizes={client: size},
+            clients=1,
             rounds=round_number,
         )
 
@@ -123,8 +125,9 @@ class Results:
                 folder=self.directory / "adapters" / "global",
                 state=state,
                 title="Global adapter",
-                sizes=self._sizes,
+                clients=len(self._sizes),
                 rounds=rounds,
+                tokenizer=self._base,
             )
             self._global_round = rounds
         with filling(self.directory), self._metrics.open("ab") as metrics:
@@ -143,17 +146,24 @@ class Results:
         remove_whole(self._trained(round_number))
 
     def _save_adapter(
-        self, folder: Path, state: State | Path, title: str, sizes: Mapping[str, int], rounds: int
+        self,
+        folder: Path,
+        state: State | Path,
+        title: str,
+        clients: int,
+        rounds: int,
+        tokenizer: Path | None = None,
     ) -> None:
         card = model_card(
             title=title,
             base=self._config.model.name,
             directory=self._base,
-            sizes=sizes,
+            clients=clients,
             rounds=rounds,
-            config=self._config.flat(),
+            kind=self._config.adapter.kind,
+            config=self._config.changed(),
         )
-        save_adapter(directory=folder, state=state, config=self._peft_config, card=card)
+        save_adapter(folder, state, self._peft_config, card, tokenizer)
 
     @property
     def _clients(self) -> Path:

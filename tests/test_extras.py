@@ -39,7 +39,7 @@ def test_the_table_of_an_evaluation_names_what_it_needs(without, capsys, tmp_pat
 def test_a_run_needs_no_tensorboard(without, tmp_path):
     def write(folder):
         folder.mkdir()
-        results = Results(folder, RunConfig(), "tiny", peft_config=None)
+        results = Results(folder, RunConfig(), folder, peft_config=None)
         results.record({"event": "train", "round": 1, "client": "court", "loss": 2.0})
         results.close()
         return (folder / "tensorboard").exists()

@@ -1,5 +1,6 @@
 """Attach adapters to a base model, exchange them as tensors, and save them in PEFT's format."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -223,17 +224,29 @@ def load_state(
         parameter.copy_(state[name])
 
 
+# Files of a tokenizer, and the chat template, in a checkpoint.
+_TOKENIZER = "tokenizer* chat_template* special_tokens_map.json added_tokens.json vocab* merges*"
+
+
 def save_adapter(
-    directory: Path, state: Mapping[str, torch.Tensor] | Path, config: Any, card: str
+    directory: Path,
+    state: Mapping[str, torch.Tensor] | Path,
+    config: Any,
+    card: str,
+    checkpoint: Path | None = None,
 ) -> None:
     """Write an adapter that ``PeftModel.from_pretrained(base, directory)`` can load.
 
     The folder is replaced atomically. ``state`` maps PEFT's saved names to tensors, or is a
     safetensors file on the same disk, which is moved to the folder.
-    ``config`` is PEFT's configuration of the adapter, and ``card`` the text of README.md.
+    ``config`` is PEFT's configuration of the adapter, and ``card`` the text of README.md. The
+    tokenizer and chat template in the folder ``checkpoint`` are copied.
     """
     with replacing(directory) as aside:
         aside.mkdir(parents=True)
+        for name in _TOKENIZER.split():
+            for file in checkpoint.glob(name) if checkpoint else ():
+                shutil.copyfile(file, aside / file.name)
         file = aside / "adapter_model.safetensors"
         if isinstance(state, Path):
             state.rename(file)

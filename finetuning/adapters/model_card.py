@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -16,23 +17,23 @@ from finetuning.model.names import public_name
 def model_card(
     title: str,
     base: str,
-    directory: str,
-    sizes: Mapping[str, int],
+    directory: Path,
+    clients: int,
     rounds: int,
+    kind: str,
     config: Mapping[str, str | int | float | bool],
 ) -> str:
     """Describe an adapter in Markdown, with the YAML metadata that the Hugging Face Hub reads.
 
-    ``base`` is the base model's name in the run config, and ``directory`` its checkpoint. ``sizes``
-    maps clients to their numbers of training rows. The card contains the run config without its
-    paths.
+    ``base`` is the base model's name in the run config, ``directory`` its checkpoint, and ``kind``
+    that of the adapter. The card contains the settings in ``config`` without paths, and neither the
+    clients' names nor their numbers of rows: adapters are often published.
     """
     metadata = ModelCardData(
         base_model=_on_hub(base),
         library_name="peft",
-        tags=[_TAGS[str(config.get("adapter.kind", "lora"))], "federated-learning"],
+        tags=[_TAGS[kind], "federated-learning"],
     )
-    data = "\n".join(f"| {client} | {size} |" for client, size in sizes.items())
     shown = {key: value for key, value in config.items() if key not in LOCAL_SETTINGS}
     settings = "\n".join(
         f"{key} = {value!r}" for key, value in (shown | {"model.name": public_name(base)}).items()
@@ -45,12 +46,9 @@ def model_card(
 
 Trained with Chambers.
 
-- Base model: `{public_name(base)}`{_stored(Path(directory))}
+- Base model: `{public_name(base)}`{_stored(directory)}
+- Clients: {clients}
 - Rounds: {rounds}
-
-| client | training examples |
-|---|---|
-{data}
 
 ```python
 from peft import PeftModel
@@ -60,7 +58,7 @@ base = AutoModelForCausalLM.from_pretrained({public_name(base)!r})
 model = PeftModel.from_pretrained(base, ".")  # this folder
 ```
 
-## Run config
+## Settings that differ from the defaults
 
 ```
 {settings}
@@ -91,10 +89,9 @@ def merged_card(
     """Describe a merged model in Markdown, with the YAML metadata that the Hugging Face Hub reads.
 
     ``adapter`` is the adapter's folder, ``base`` the base model's name, ``directory`` its
-    checkpoint, and ``quantization`` that of the weights that the
-    adapter was added to. ``losses`` maps clients to the
-    held-out losses, in nats per token, of the base model and of the adapter. The adapter's
-    card, with data sizes and run config, is appended.
+    checkpoint, and ``quantization`` that of the weights that the adapter was added to. ``losses``
+    maps clients to the held-out losses, in nats per token, of the base model and of the adapter;
+    the card has the means. The adapter's card is appended.
     """
     found = _metadata_of(directory)
     licence = found.get("license")
@@ -116,9 +113,9 @@ def merged_card(
     kind = (description.get("architectures") or ["AutoModelForCausalLM"])[0]
     held_out = ""
     if losses:
-        rows = [f"| {name} | {a:.3f} | {b:.3f} |\n" for name, (a, b) in losses.items()]
-        heading = "\n| client | held-out loss, base model | this model |\n|---|---|---|\n"
-        held_out = heading + "".join(rows)
+        before, after = (fmean(each) for each in zip(*losses.values(), strict=True))
+        held_out = f"- Held-out loss (mean of {len(losses)}): base model {before:.3f}, "
+        held_out += f"this model {after:.3f}\n"
     return f"""---
 {metadata.to_yaml()}
 ---

@@ -37,7 +37,7 @@ def write_run(directory: Path, base: Path, **settings) -> Path:
     )
     directory.mkdir()
     state, peft_config = initial_adapter(str(base), config.adapter, 5)
-    results = Results(directory, config, str(base), peft_config)
+    results = Results(directory, config, base, peft_config)
     results.describe(fingerprint(base))
     results.record({"event": "round", "round": 1, "participants": [*CLIENTS], "left_out": []})
     generator = torch.Generator().manual_seed(6)

@@ -133,12 +133,12 @@ def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):
         for model, loss in losses.items():
             event = {"event": "evaluate", "round": 1, "client": "alpha", "model": model}
             print(json.dumps(event | {"loss": loss}), file=metrics)
-    for name, row in (("global", "| alpha | 3.250 | 1.500 |"), ("clients/alpha", "| 1.250 |")):
+    for name, row in (("global", "this model 1.500"), ("clients/alpha", "this model 1.250")):
         folder = tmp_path / name.replace("/", "-")
         told(capsys, "merge", run / "adapters" / name, folder)
         card = ModelCard.load(folder / "README.md")
         assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
-        assert row in card.text and "| alpha | 10 |" in card.text and "Rounds: 1" in card.text
+        assert row in card.text and "base model 3.250" in card.text and "Rounds: 1" in card.text
         assert "peft" not in card.text.lower()
         assert (folder / "LICENSE").read_text() == "Apache License"
 

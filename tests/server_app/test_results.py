@@ -16,7 +16,7 @@ WORDS = "\ud800\x1b[2J\n\u202e" + "x" * 10**6
 @pytest.fixture
 def results(tmp_path, values):
     config = parse_run_config(values)
-    made = Results(tmp_path, config, base="tiny", peft_config=None)
+    made = Results(tmp_path, config, base=tmp_path, peft_config=None)
     made.describe({})
     yield made
     made.close()

@@ -57,7 +57,7 @@ def run(
     )
     directory = open_directory(config)
     checkpoint = checkpoint_of(config, directory)
-    results = Results(directory, config, str(base), peft_config)
+    results = Results(directory, config, base, peft_config)
     progress = Progress("test")
     if checkpoint is not None:
         results.rewind_to(checkpoint)

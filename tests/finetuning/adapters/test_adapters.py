@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,9 +131,11 @@ def test_targets_that_do_not_fit_are_refused_by_name(base):
 READS_IT_BACK = """
 import sys, torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base, adapter, out = sys.argv[1:]
+beside, own = (AutoTokenizer.from_pretrained(each) for each in (adapter, base))
+assert beside.get_vocab() == own.get_vocab()
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
 torch.save(model(torch.arange(2, 40)[None]).logits.detach(), out)
 ours = {"finetuning", "federation", "strategies", "client_app", "server_app", "split", "bench"}
@@ -152,11 +155,13 @@ def test_a_saved_adapter_is_read_by_peft_alone(base, tmp_path):
         assert not torch.allclose(model(torch.arange(2, 40)[None]).logits, ours, atol=1e-2)
 
     save_adapter(tmp_path / "adapter", {}, config, "an older one")
-    save_adapter(tmp_path / "adapter", state, config, "# A card\n")
+    save_adapter(tmp_path / "adapter", state, config, "# A card\n", base.directory)
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
         "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
     files = [str(base.directory), str(tmp_path / "adapter"), str(tmp_path / "logits.pt")]
     elsewhere = tmp_path / "elsewhere"
@@ -174,12 +179,13 @@ def test_a_card_names_no_path_to_data():
     card = model_card(
         title="Global adapter",
         base="owner/model",
-        directory="/private/models--owner--model",
-        sizes={"court": 24, "firm": 12},
+        directory=Path("/private/models--owner--model"),
+        clients=3,
         rounds=3,
-        config={**paths, "adapter.kind": "prefix", "train.epochs": 2},
+        kind="prefix",
+        config={**paths, "train.epochs": 2},
     )
     assert "/private" not in card
-    for line in ("base_model: owner/model", "| court | 24 |", "| firm | 12 |", "train.epochs = 2"):
+    for line in ("base_model: owner/model", "- Clients: 3", "train.epochs = 2"):
         assert line in card.splitlines()
     assert "prefix-tuning" in card

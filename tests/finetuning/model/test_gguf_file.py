@@ -64,9 +64,9 @@ def test_its_quantisation_is_named(checkpoint, tmp_path):
     assert 0 < (logits(directory) - exact).norm() / exact.norm() < 0.05
     origin = origin_of(directory)
     assert (origin["file"], origin["quantization"]) == ("model.gguf", "Q8_0")
-    card = model_card("", str(file), str(directory), sizes={}, rounds=1, config={})
+    card = model_card("", str(file), directory, clients=3, rounds=1, kind="lora", config={})
     assert f"- Base model: `{file.name}` (GGUF, Q8_0; SHA-256 {origin['sha256']})" in card
-    card = model_card("", str(checkpoint), str(checkpoint), sizes={}, rounds=1, config={})
+    card = model_card("", str(checkpoint), checkpoint, clients=3, rounds=1, kind="lora", config={})
     assert "GGUF" not in card
 
 

