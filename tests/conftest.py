@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ hypothesis.settings.load_profile("chambers")
 
 # Start the longest tests' files first, so that none runs alone at the end.
 _LONGEST = {"test_notebook.py", "test_walk.py"}
+
+
+def pytest_configure() -> None:
+    # A shell starts background commands with this signal ignored, and programs that tests start
+    # would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
