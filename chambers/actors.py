@@ -4,8 +4,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,10 +24,11 @@ _REST_BYTES = 3 * 2**30
 _CONTEXT = 800 * 2**20
 # Bytes per weight of a block; other weights are never quantised.
 _QUANTISED = {"nf4": 0.53, "int8": 1.0}
-# Bytes of activations per token, block and hidden unit that a training step in bfloat16 stores.
-# For a Llama on an H100, 39 bytes were measured with LoRA on queries, keys and values, 46 with
-# dropout, and 47 with LoRA on all linear layers, where dropout would add about 20 bytes.
-_STORED = 67
+# Bytes of activations per token, block and hidden unit that a training step stores, divided by the
+# bytes of a value. For a Llama on an H100 in bfloat16, 20 were measured with LoRA on queries, keys
+# and values, 23 with dropout, and 24 with LoRA on all linear layers, where dropout would add about
+# 10. On CPUs in float32, 20 were measured with LoRA on all linear layers and dropout.
+_STORED, _STORED_ON_CPU = 33.5, 23.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,14 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
 
 def in_memory_of(config: RunConfig, machine: Machine) -> int:
     """Return the number of actors that fit in a machine's memory."""
-    return max(1, (machine.memory - _REST_BYTES) // (_ACTOR_BYTES + _weight_bytes(config)))
+    checkpoint = checkpoint_of(config)
+    if checkpoint is None:
+        return max(1, (machine.memory - _REST_BYTES) // _ACTOR_BYTES)
+    client, server = _estimate(config, checkpoint, on_gpu=False)
+    if machine.gpus:  # only the weights are in main memory, while they are loaded
+        client, server = replace(client, activations=0), None
+    rest = _REST_BYTES + (server.total if server else 0)
+    return max(1, (machine.memory - rest) // client.total)
 
 
 def trains_at_once(config: RunConfig) -> bool:
@@ -137,12 +145,12 @@ def checkpoint_of(config: RunConfig) -> Path | None:
 
 
 @dataclass(frozen=True)
-class GpuMemory:
-    """GPU memory of one process in bytes, without adapters and their optimizers."""
+class ProcessMemory:
+    """Memory of one process in bytes, without adapters and their optimizers."""
 
     context: int
     weights: int
-    activations: int  # 0 if the hidden size is unknown, as with GGUF files
+    activations: int
 
     @property
     def total(self) -> int:
@@ -150,30 +158,30 @@ class GpuMemory:
         return sum(astuple(self))
 
     def __str__(self) -> str:
-        named = ", ".join(
-            f"{name} {size / 2**30:.1f}" if size else f"and {name}"
-            for name, size in asdict(self).items()
-        )
+        named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(self).items())
         return f"about {self.total / 2**30:.1f} GiB ({named})"
 
 
-def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) -> str:
-    """Describe how much GPU memory clients and server need; ``free`` is in bytes per GPU.
+def describe_memory(config: RunConfig, checkpoint: Path, actors: int, machine: Machine) -> str:
+    """Describe how much memory clients and server need, that of GPUs if there are any.
 
     Raise ``CommandError`` if not even their contexts and weights fit. The run isn't refused if only
     the activations don't fit, because their size is an estimate.
     """
-    client, server = _estimate(config, checkpoint)
+    on_gpu = bool(machine.gpu_memory)
+    free = machine.gpu_memory or (machine.memory - _REST_BYTES,)
+    client, server = _estimate(config, checkpoint, on_gpu)
     if config.model.devices == "all":
-        free = [sum(free)]
+        free = (sum(free),)
     each = math.ceil(actors / len(free))
-    text = f"GPU memory: {client} for a client"
+    text = f"{'GPU memory' if on_gpu else 'memory'}: {client} for a client"
     fixed, total = each * (client.context + client.weights), each * client.total
     if server is not None:
         text += f", and {server} for the server"
-        fixed += _CONTEXT + server.weights // len(free)
-        total += _CONTEXT + (server.total - _CONTEXT) // len(free)
-    text += f"; {min(free) / 2**30:.1f} GiB are free for {each} clients on a GPU"
+        fixed += server.context + server.weights // len(free)
+        total += server.context + (server.total - server.context) // len(free)
+    where = "on a GPU" if on_gpu else "at once"
+    text += f"; {min(free) / 2**30:.1f} GiB are free for {each} clients {where}"
     if fixed > min(free):
         raise CommandError(
             f'{text}. Use a smaller model, model.quantization = "nf4", or fewer clients at once'
@@ -186,44 +194,37 @@ def plan(config: RunConfig, checkpoint: Path, actors: int, free: Sequence[int]) 
     return text
 
 
-def _weight_bytes(config: RunConfig) -> int:
-    """Return the size of a client's frozen weights in bytes; 0 for ``tiny`` (negligible)."""
-    checkpoint = checkpoint_of(config)
-    if checkpoint is None:
-        return 0
-    split = config.strategy == "fl-glm"
-    blocks = config.split.head_blocks + config.split.tail_blocks if split else None
-    width = 2 if config.model.dtype == "bfloat16" else 4
-    return width * client_parameters(checkpoint, blocks)
-
-
-def _estimate(config: RunConfig, checkpoint: Path) -> tuple[GpuMemory, GpuMemory | None]:
+def _estimate(
+    config: RunConfig, checkpoint: Path, on_gpu: bool
+) -> tuple[ProcessMemory, ProcessMemory | None]:
     """Estimate a client's memory and, if it has blocks, the server's, which all GPUs share."""
     blocks = count_blocks(checkpoint) or 0
+    memory = partial(_memory, config, checkpoint, on_gpu)
     if config.strategy != "fl-glm":
-        return _memory(config, checkpoint, blocks, tokens=config.longest, ends=True), None
+        return memory(blocks, tokens=config.longest_in_training, ends=True), None
     theirs = config.split.head_blocks + config.split.tail_blocks
-    client = _memory(
-        config, checkpoint, theirs, tokens=config.split.window * config.longest, ends=True
-    )
+    client = memory(theirs, tokens=config.split.window * config.longest_in_training, ends=True)
     if config.split.body_hosts:
         return client, None
-    budget = config.split.activation_budget
     others = max(0, blocks - theirs)  # the number of blocks may be unknown
-    return client, _memory(config, checkpoint, others, tokens=budget, ends=False)
+    return client, memory(others, tokens=config.split.activation_budget, ends=False)
 
 
-def _memory(config: RunConfig, checkpoint: Path, blocks: int, tokens: int, ends: bool) -> GpuMemory:
+def _memory(
+    config: RunConfig, checkpoint: Path, on_gpu: bool, blocks: int, tokens: int, ends: bool
+) -> ProcessMemory:
     """Estimate the memory of a process with some blocks and, if ``ends``, the embedding and head.
 
     ``tokens`` is the number of padded tokens whose activations are stored at once.
     """
-    width = 4 if config.model.dtype == "float32" else 2
+    is_wide = config.model.dtype == "float32" or (config.model.dtype == "auto" and not on_gpu)
+    width = 4 if is_wide else 2
     other = client_parameters(checkpoint, 0)
     in_blocks = client_parameters(checkpoint, blocks) - other
     weights = in_blocks * _QUANTISED.get(config.model.quantization, width) + ends * other * width
-    per_block = tokens * hidden_size(checkpoint) * width // 2
-    activations = per_block * _STORED * blocks
+    per_block = tokens * hidden_size(checkpoint) * width
+    stored = _STORED if on_gpu else _STORED_ON_CPU
+    activations = int(per_block * stored * blocks)
     if config.model.gradient_checkpointing:  # stores each block's input, and recomputes one block
-        activations = per_block * (2 * blocks + _STORED)
-    return GpuMemory(_CONTEXT, int(weights), activations)
+        activations = int(per_block * (blocks + stored))
+    return ProcessMemory(_CONTEXT if on_gpu else _ACTOR_BYTES, int(weights), activations)

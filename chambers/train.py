@@ -6,17 +6,19 @@ import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chambers.actors import checkpoint_of, count_actors, plan, resources_of, this_machine
+from chambers.actors import checkpoint_of, count_actors, describe_memory, resources_of, this_machine
 from chambers.app_folder import PROJECT, presets, write_app
 from chambers.cluster import join
 from chambers.data import check_data
 from chambers.errors import CommandError
 from chambers.sources import argument, count
+from chambers.steps import OWN_ROWS, count_rows, describe_steps, suited
 from federation.run_config import RunConfig, Scalar, leaves, parse_run_config
 from federation.run_folder import METRICS, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
@@ -58,11 +60,20 @@ class Train:
     ray: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Head of a Ray cluster to run on.")
     ] = None
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only print what the run will take: steps, memory, time.")
+    ] = False
+    presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the run's log too.")] = False
 
     def __call__(self) -> int:
         """Train; return 0 only if the run completed."""
+        if self.presets:
+            return _list_presets()
         values = read_settings(self.settings or [])
+        own = bool(values.get("data.path")) and all("=" in each for each in self.settings or [])
+        if own:
+            values = read_settings([OWN_ROWS]) | values
         clients = self.clients or count_clients(values)
         # The default of min-nodes depends on ``sample``.
         config = parse_run_config(app_config() | {"min-nodes": 1} | values)
@@ -74,8 +85,20 @@ class Train:
                 f"add --clients {config.min_nodes}"
             )
         _check_model(config)
-        check_inputs(config, clients)
+        if not own:
+            check_run(config, clients)
+        if config.data.path:
+            check_data(config, clients)
+        rows = count_rows(config, clients)
+        if own:
+            values = suited(rows, config.train.batch_size) | values
+            config = parse_run_config(app_config() | values)
+            check_run(config, clients)
+            print(f"settings that aren't named are from the preset {OWN_ROWS}", file=sys.stderr)
+        print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
         at_once = config.sampled(clients)
+        if self.plan:
+            return _plan(config, clients)
         from chambers.simulation import simulate
 
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
@@ -91,8 +114,8 @@ class Train:
                 actors = count_actors(config, at_once, machine)
                 resources = resources_of(actors, machine.gpus)
                 checkpoint = checkpoint_of(config)
-                if machine.gpu_memory and checkpoint:
-                    print(plan(config, checkpoint, actors, machine.gpu_memory), file=sys.stderr)
+                if checkpoint and machine.gpu_memory:
+                    print(describe_memory(config, checkpoint, actors, machine), file=sys.stderr)
                 make_folders(config)
             if actors < at_once:
                 print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)
@@ -104,6 +127,27 @@ class Train:
                 results=results_folder(config.output_dir),
                 verbose=self.verbose,
             )
+
+
+def _plan(config: RunConfig, clients: int) -> int:
+    """Print what the run will take."""
+    from chambers.run_plan import describe_run
+
+    machine = this_machine()
+    actors = count_actors(config, config.sampled(clients), machine)
+    if checkpoint := checkpoint_of(config):
+        print(describe_memory(config, checkpoint, actors, machine))
+    print(*describe_run(config, clients, machine, actors), sep="\n")
+    return 0
+
+
+def _list_presets() -> int:
+    """Print the names of the presets, each with the first sentence of its file."""
+    for name, file in presets().items():
+        comment = takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
+        sentence = " ".join(line.strip("# ") for line in comment).partition(". ")[0]
+        print(f"{name:30} {sentence.removesuffix('.')}")
+    return 0
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:
@@ -178,12 +222,11 @@ def count_clients(settings: Mapping[str, Any]) -> int:
     return len(client_folders(Path(path).expanduser()) if path else []) or GENERATED_CLIENTS
 
 
-def check_inputs(config: RunConfig, clients: int) -> None:
-    """Check the initial adapter or the run to resume, and the data, before the run starts.
+def check_run(config: RunConfig, clients: int) -> None:
+    """Check the initial adapter or the run to resume before the run starts.
 
     Raise ``CommandError`` if a file is missing or can't be used. Raise ``ConfigError`` if the run
-    can't be resumed with this config. Raise ``DataError`` if rows are malformed; the
-    message names files and lines.
+    can't be resumed with this config.
     """
     if config.resume:
         run = Path(config.resume).expanduser()
@@ -194,8 +237,6 @@ def check_inputs(config: RunConfig, clients: int) -> None:
             check_folder(Path(config.initial_adapter).expanduser())
         except AdapterError as error:
             raise CommandError(f"initial-adapter: {error}") from error
-    if config.data.path:
-        check_data(config, clients)
 
 
 def _check_clients(run: Path, clients: int, sample: float) -> None:

@@ -130,7 +130,9 @@ def count_blocks(checkpoint: Path) -> int | None:
 
 
 def hidden_size(checkpoint: Path) -> int:
-    """Return the hidden size of the model in a directory; 0 if it is unknown."""
+    """Return the hidden size of the model in a directory or a GGUF file; 0 if it is unknown."""
+    if checkpoint.is_file():
+        return dict(_tensors(checkpoint)).get("output_norm.weight", 0)
     config = _config(checkpoint) or {}
     return next((int(config[key]) for key in _HIDDEN if key in config), 0)
 

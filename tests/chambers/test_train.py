@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from chambers.__main__ import main
-from chambers.actors import Machine, count_actors, gpus_of_each, plan, this_machine
+from chambers.actors import Machine, count_actors, describe_memory, gpus_of_each, this_machine
 from chambers.cluster import gpus_of_actor
 from chambers.errors import END_SIGNALS, CommandError
 from chambers.train import read_settings
@@ -241,7 +241,7 @@ def test_a_failed_run_ends_with_the_reason_and_the_log(
     (log,) = runs.iterdir()
     last += f"log: {log}\n" if last else ""
     starting = "starting Flower and loading the base model\n"
-    assert shown.err == f"99 clients take turns on {cores} actors\n{starting}{last}"
+    assert shown.err.endswith(f"99 clients take turns on {cores} actors\n{starting}{last}")
     said = log.read_text()
     assert f"init-args-num-cpus={cores}" in said and "Traceback" not in shown.out
     assert ("MemoryError" in said) == bool(exit_status)
@@ -393,11 +393,12 @@ def test_gpu_memory_is_planned_before_a_run(llama_7b, settings, actors, gib, exp
     config = parse_run_config(
         {"data.max-length": 512, "train.batch-size": 2, "evaluate.batch-size": 2} | settings
     )
+    machine = Machine(16, 2**40, gpus=1, gpu_memory=(gib * 2**30,))
     if expected is CommandError:
         with pytest.raises(CommandError, match="Use a smaller model"):
-            plan(config, llama_7b, actors, [gib * 2**30])
+            describe_memory(config, llama_7b, actors, machine)
         return
-    assert re.search(expected, plan(config, llama_7b, actors, [gib * 2**30]))
+    assert re.search(expected, describe_memory(config, llama_7b, actors, machine))
 
 
 def test_larger_models_leave_room_for_fewer_actors(deep_checkpoint):

@@ -1,0 +1,130 @@
+"""``chambers train --plan``: what a run will take, estimated without training."""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from chambers.actors import Machine
+from client_app.data import read_client_data
+from federation.run_config import RunConfig
+from finetuning.adapters.adapted_modules import with_names
+from finetuning.adapters.adapter import initial_adapter
+from finetuning.data.batching import steps_per_round
+from finetuning.data.tokenization import Example, tokenize
+from finetuning.devices import default_device, default_dtype
+from finetuning.model.base_model import load_tokenizer, locate_description
+from finetuning.model.checkpoint import client_parameters, hidden_size
+
+# Share of a matrix product's speed that training and evaluation reach, and seconds that Flower and
+# Ray take to start, and for each message. Measured with SmolLM2 and ``tiny`` on two cores.
+_EFFICIENCY = 0.5
+_START = 25.0
+_MESSAGE = 0.5
+_READING = 6e9  # bytes per second at which weights are read for each generated token
+
+
+def describe_run(config: RunConfig, clients: int, machine: Machine, actors: int) -> list[str]:
+    """Return lines with the tokens of the clients, the run's time, and what leaves a client."""
+    base = locate_description(config.model.name)
+    tokenizer = load_tokenizer(base)
+    parts, lines = [], []
+    for number in range(clients):
+        node = {"partition-id": number, "num-partitions": clients}
+        data = read_client_data(config.data, node, config.seed)
+        train, report = tokenize(data.train, tokenizer, config.data.max_length)
+        test, _ = tokenize(data.test, tokenizer, config.data.max_length)
+        parts.append((train, test))
+        lines.append(
+            f"{data.name}: {len(train)} training rows with {_tokens(train)} tokens, of which "
+            f"{len(report.cut_rows)} are shortened; {len(test)} held-out rows with {_tokens(test)}"
+        )
+    at_once = max(machine.gpus, min(actors, machine.cores))
+    training, evaluation = _seconds(config, base, parts, at_once)
+    other = _START + _MESSAGE * clients * (config.rounds + _evaluations(config))
+    lines.append(
+        f"time: about {_told(training)} for training, {_told(evaluation)} for evaluation, "
+        f"{_told(other)} for starting and messages"
+    )
+    return [*lines, _leaving(config, base, [train for train, _ in parts])]
+
+
+def _evaluations(config: RunConfig) -> int:
+    return math.ceil(config.rounds / config.evaluate.every)
+
+
+def _seconds(
+    config: RunConfig,
+    base: Path,
+    parts: Sequence[tuple[list[Example], list[Example]]],
+    at_once: int,
+) -> tuple[float, float]:
+    """Estimate the seconds of training and evaluation, shared by ``at_once`` processes."""
+    ends = client_parameters(base, 0)
+    blocks = client_parameters(base) - ends
+    evaluations, evaluate = _evaluations(config), config.evaluate
+    models = 1 + evaluations * (2 + evaluate.alone)
+    trained = evaluated = generated = 0.0
+    for train, test in parts:
+        steps = steps_per_round(len(train), config.train) * config.rounds * config.sample
+        rows = steps * config.train.batch_size * config.train.accumulation * (1 + evaluate.alone)
+        if config.strategy == "fedjudge-cl":
+            rows += evaluations * min(config.continual.importance_examples, len(train))
+        trained += rows / len(train) * _products(train, blocks, ends)
+        evaluated += models * _products(test, blocks, ends)
+        if evaluate.generate:
+            batches = math.ceil(min(len(test), evaluate.generate_examples) / evaluate.batch_size)
+            generated += models * batches * evaluate.max_new_tokens * 4 * (blocks + ends)
+    # Forwards and backwards, and forwards again with checkpointing.
+    trained *= 6 if config.model.gradient_checkpointing else 4
+    speed = _EFFICIENCY * _speed(hidden_size(base)) * at_once
+    return trained / speed, 2 * evaluated / speed + generated / _READING / at_once
+
+
+def _products(examples: Sequence[Example], blocks: int, ends: int) -> float:
+    """Return the weights that examples are multiplied by; the output head, only at targets."""
+    targets = sum(int(example.is_target.sum()) for example in examples)
+    return blocks * _tokens(examples) + ends * targets
+
+
+def _speed(hidden: int) -> float:
+    """Measure a matrix product of this model's size: operations per second of one process."""
+    device, threads = default_device(), torch.get_num_threads()
+    torch.set_num_threads(1)  # as an actor has
+    rows = torch.ones(512, hidden, device=device, dtype=default_dtype(device))
+    weights = torch.ones(hidden, 4 * hidden, device=device, dtype=rows.dtype)
+    fastest = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        float((rows @ weights)[0, 0])  # waits for the device
+        fastest = min(fastest, time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return 2 * rows.numel() * 4 * hidden / fastest
+
+
+def _leaving(config: RunConfig, base: Path, trained: Sequence[list[Example]]) -> str:
+    """Say how many bytes leave a client in a round."""
+    if config.strategy == "fl-glm":
+        width = {"float32": 4, "bfloat16": 2, "int8": 1}[config.split.wire_dtype]
+        tokens = max(
+            steps_per_round(len(rows), config.train) * _tokens(rows) / len(rows) for rows in trained
+        )
+        rows_per_step = config.train.batch_size * config.train.accumulation
+        size = 2 * tokens * rows_per_step * hidden_size(base) * width
+        return f"leaving a client in a round: about {size / 2**20:.1f} MiB of hidden states"
+    state, _ = initial_adapter(config.model.name, with_names(base, config.adapter), config.seed)
+    size = 4 * sum(value.numel() for value in state.values())
+    has_importance = config.strategy == "fedjudge-cl" and config.continual.importance == "server"
+    what = "its adapter and J" if has_importance else "its adapter"
+    size *= 1 + has_importance
+    return f"leaving a client in a round: {size / 2**20:.1f} MiB ({what}), and metrics"
+
+
+def _tokens(examples: Sequence[Example]) -> int:
+    return sum(len(example.tokens) for example in examples)
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -1,0 +1,74 @@
+"""The numbers of steps that ``chambers train`` says, and chooses for a user's own rows."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chambers.app_folder import presets
+from chambers.steps import count_rows, describe_steps, suited
+from chambers.train import app_config, read_settings
+from federation.run_config import parse_run_config
+from finetuning.adapters.adapted_modules import with_names
+from finetuning.adapters.adapter import initial_adapter
+from finetuning.data.batching import steps_per_round
+from tests.chambers.conftest import told
+
+
+def config_for(rows):
+    settings = read_settings(["own-rows"])
+    return parse_run_config(app_config() | settings | suited(rows, settings["train.batch-size"]))
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
+def test_a_typical_client_takes_enough_steps_and_sees_each_row(sizes):
+    rows = {f"client {number}": size for number, size in enumerate(sizes)}
+    config = config_for(rows)
+    typical = sorted(sizes)[(len(sizes) - 1) // 2]
+    assert steps_per_round(typical, config.train) >= 8
+    assert config.train.local_steps == 0
+    # Another pass over the rows is only for clients with few of them.
+    assert config.train.epochs == 1 or typical < 8 * 4
+
+
+def test_steps_are_described_and_few_are_named(values):
+    config = parse_run_config(values | {"train.learning-rate": 5e-4})
+    rows = count_rows(config, 3)
+    assert rows == {"alpha": 24, "beta": 12, "gamma": 8}
+    *lines, warning = describe_steps(rows, config)
+    assert lines == [
+        "alpha: 6 steps per round of up to 4 rows, 18 in all",
+        "beta: 3 steps per round of up to 4 rows, 9 in all",
+        "gamma: 2 steps per round of up to 4 rows, 6 in all",
+    ]
+    assert warning.startswith("warning: 6 steps at train.learning-rate = 0.0005 hardly change")
+    enough = describe_steps(dict.fromkeys("abcde", 400), config_for({"a": 400}))
+    assert enough == ["a, b, c and 2 more: 50 steps per round of up to 8 rows, 150 in all"]
+
+
+def test_a_plan_is_printed_and_nothing_is_trained(
+    capsys, checkpoint, deep_checkpoint, client_folders, tmp_path
+):
+    folders = [f"output-dir={tmp_path / 'runs'}", f"state-path={tmp_path / 'state'}"]
+    own = (f"model.name={checkpoint}", f"data.path={client_folders}")
+    memory, *clients, seconds, bytes_sent = told(
+        capsys, "train", "--plan", *own, *folders
+    ).splitlines()
+    assert memory.startswith("memory: about 0.4 GiB (context 0.4, weights 0.0, activations 0.0)")
+    assert [line.split(" with ")[0] for line in clients] == [
+        "alpha: 24 training rows",
+        "beta: 12 training rows",
+        "gamma: 8 training rows",
+    ]
+    assert seconds.startswith("time: about ")
+    settings = with_names(checkpoint, config_for({"alpha": 24}).adapter)
+    weights = sum(v.numel() for v in initial_adapter(str(checkpoint), settings, 0)[0].values())
+    assert f" {4 * weights / 2**20:.1f} MiB (its adapter)" in bytes_sent
+    split = (f"model.name={deep_checkpoint}", own[1], "strategy=fl-glm")
+    memory, *_, bytes_sent = told(capsys, "train", "--plan", *split, *folders).splitlines()
+    assert "of hidden states" in bytes_sent and " for the server" in memory
+    assert not list(tmp_path.iterdir())
+
+
+def test_presets_are_listed_with_what_they_are(capsys):
+    lines = told(capsys, "train", "--presets").splitlines()
+    listed = dict(line.split(maxsplit=1) for line in lines)
+    assert listed.keys() == presets().keys() and all(map(len, listed.values()))
