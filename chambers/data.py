@@ -80,6 +80,7 @@ class Reading:
     left_out: list[tuple[str, DataError]] = field(default_factory=list)  # origins and reasons
     cut: list[str] = field(default_factory=list)  # origins of rows too long for data.max-length
     examples: "list[Example]" = field(default_factory=list)  # one of each layout, and more
+    longest: int = 0  # number of tokens
 
 
 def sources_of(config: RunConfig) -> dict[str, Path | str]:
@@ -147,6 +148,8 @@ def read(name: str, source: Path | str, config: RunConfig, keep_going: bool = Fa
             reading.examples += {example.row: example for example in chosen}.values()
             reading.cut += [rows[index].origin for index in sorted(report.cut_rows)]
             reading.rows += used
+            lengths = [len(example.tokens) for example in examples]
+            reading.longest = max(reading.longest, *lengths, 0)
     told += [f"{len(reading.left_out)} rows left out"] * bool(reading.left_out)
     columns = dict.fromkeys(key for row in reading.rows for key in row.unused)
     told += [f"columns not used: {', '.join(columns)}"] * bool(columns)
@@ -155,11 +158,11 @@ def read(name: str, source: Path | str, config: RunConfig, keep_going: bool = Fa
     return reading
 
 
-def check_data(config: RunConfig, clients: int) -> None:
+def check_data(config: RunConfig, clients: int) -> int:
     """Read and tokenize the rows of all clients, and print a line for each.
 
-    Raise ``CommandError`` or ``DataError`` if there are too few clients or rows, or rows can't be
-    used; the message names files and lines.
+    Return the number of tokens of the longest row. Raise ``CommandError`` or ``DataError`` if there
+    are too few clients or rows, or rows can't be used; the message names files and lines.
     """
     settings, sources = config.data, sources_of(config)
     path = Path(settings.path).expanduser()
@@ -175,8 +178,10 @@ def check_data(config: RunConfig, clients: int) -> None:
     elif has_folders and clients < len(sources):
         print("not in this run:", ", ".join(list(sources)[clients:]), file=sys.stderr)
         sources = dict(list(sources.items())[:clients])
+    longest = 0
     for number, (name, source) in enumerate(sources.items()):
         reading = read(name, source, config)
+        longest = max(longest, reading.longest)
         rows = len(reading.rows)
         if not has_folders and rows < clients:
             raise CommandError(f"{path}: {rows} rows can't be divided among {clients} clients")
@@ -185,6 +190,7 @@ def check_data(config: RunConfig, clients: int) -> None:
             print(reading.line, file=sys.stderr)
         for origin, reason in reading.left_out[:_SHOWN]:
             print(f"  left out: {origin}: {reason}", file=sys.stderr)
+    return longest
 
 
 def _marked(example: "Example", tokenizer: Any) -> str:

@@ -87,8 +87,7 @@ class Train:
         _check_model(config)
         if not own:
             check_run(config, clients)
-        if config.data.path:
-            check_data(config, clients)
+        longest = check_data(config, clients) if config.data.path else config.data.max_length
         rows = count_rows(config, clients)
         if own:
             values = suited(rows, config.train.batch_size) | values
@@ -97,8 +96,9 @@ class Train:
             print(f"settings that aren't named are from the preset {OWN_ROWS}", file=sys.stderr)
         print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
         at_once = config.sampled(clients)
+        fitted = config.with_max_length(longest)  # to estimate the memory
         if self.plan:
-            return _plan(config, clients)
+            return _plan(fitted, clients)
         from chambers.simulation import simulate
 
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
@@ -111,11 +111,11 @@ class Train:
             else:
                 os.environ["RAY_ADDRESS"] = "local"  # otherwise, Ray would join a running cluster
                 machine = this_machine()  # slow, since it imports PyTorch
-                actors = count_actors(config, at_once, machine)
+                actors = count_actors(fitted, at_once, machine)
                 resources = resources_of(actors, machine.gpus)
                 checkpoint = checkpoint_of(config)
                 if checkpoint and machine.gpu_memory:
-                    print(describe_memory(config, checkpoint, actors, machine), file=sys.stderr)
+                    print(describe_memory(fitted, checkpoint, actors, machine), file=sys.stderr)
                 make_folders(config)
             if actors < at_once:
                 print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)

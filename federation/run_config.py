@@ -294,6 +294,11 @@ class RunConfig(Section):
         adapter = self.adapter.model_copy(update={"targets": targets})
         return self.model_copy(update={"adapter": adapter})
 
+    def with_max_length(self, tokens: int) -> "RunConfig":
+        """Return this configuration for rows of at most ``tokens`` tokens."""
+        data = self.data.model_copy(update={"max_length": min(tokens, self.data.max_length)})
+        return self.model_copy(update={"data": data})
+
     def flat(self) -> dict[str, Scalar]:
         """Return the configuration in Flower's flat form: scalars keyed by ``section.name``."""
         return {key: value for key, _, value in leaves(self)}

@@ -32,6 +32,10 @@ _MAX_IN_FLIGHT = 64
 # Size limit of a reply without arrays: names, digests of tensors, answers as text.
 _MAX_REPLY_BYTES = 2**26
 _GONE = "its SuperNode is no longer connected"
+_KILLED = (
+    "its process was ended, because the machine ran out of memory: lower train.batch-size or "
+    "data.max-length, or simulate fewer clients"
+)
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,9 @@ def _from_client(reply: Message, request: _Request) -> Message:
         code, reason = reply.error.code, reply.error.reason
         if code == ErrorCode.NODE_UNAVAILABLE:
             reason = _GONE
-        return reply if is_sender else _failed(asked, reason or "", code)
+        elif "OutOfMemoryError" in (reason or ""):
+            reason = _KILLED
+        return _failed(asked, reason or "", code)
     if not is_sender:
         return _failed(asked, "its reply names a different sender")
     check_size(reply, request.max_bytes)

@@ -278,13 +278,25 @@ def test_those_left_out_are_named_in_the_order_of_names(values, tmp_path):
     assert [left_out["client"] for left_out in event["left_out"]] == ["alpha", "gamma"]
 
 
-def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
+@pytest.mark.parametrize(
+    ("code", "said", "reason"),
+    [
+        (ErrorCode.NODE_UNAVAILABLE, "no heartbeat", "its SuperNode is no longer connected"),
+        (
+            ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
+            "<class 'ray.exceptions.OutOfMemoryError'>:<'1 worker(s) were killed",
+            "its process was ended, because the machine ran out of memory: lower train.batch-size "
+            "or data.max-length, or simulate fewer clients",
+        ),
+    ],
+)
+def test_a_client_that_is_lost_is_named_with_the_reason(values, tmp_path, code, said, reason):
     """The SuperLink answers in place of a SuperNode that sends no heartbeats."""
 
     def lose(reply):
         asked = Message(RecordDict(), 10**9, reply.metadata.message_type)
         asked.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
-        return Message(Error(ErrorCode.NODE_UNAVAILABLE, "no heartbeat"), reply_to=asked)
+        return Message(Error(code, said), reply_to=asked)
 
     own = values | {"state-path": str(tmp_path), "rounds": 1, "min-nodes": 2}
     own |= {"train.local-steps": 1}
@@ -292,7 +304,6 @@ def test_a_client_whose_supernode_is_lost_is_named(values, tmp_path):
     start(own, SpyingGrid(own, spoil("beta", lose)), journal)
     (event,) = (event for event in journal.events if event["event"] == "round")
     assert event["participants"] == ["alpha", "gamma"]
-    reason = "its SuperNode is no longer connected"
     assert event["left_out"] == [{"client": "beta", "reason": reason}]
 
 
