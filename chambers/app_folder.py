@@ -1,6 +1,7 @@
 """Locate the app's files, presets and templates, in a checkout or in the installed package."""
 
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 _PACKAGES = Path(__file__).resolve().parent.parent
@@ -43,3 +44,13 @@ def presets() -> dict[str, Path]:
     """Return the preset files, keyed by names such as ``demo`` or ``baselines/center``."""
     files = sorted(_PRESETS.rglob("*.toml"))
     return {path.relative_to(_PRESETS).with_suffix("").as_posix(): path for path in files}
+
+
+def describe_presets() -> list[str]:
+    """Return a line for each preset, with its name and the first sentence of its file."""
+    lines = []
+    for name, file in presets().items():
+        comment = takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
+        sentence = " ".join(line.strip("# ") for line in comment).partition(". ")[0]
+        lines.append(f"{name:30} {sentence.removesuffix('.')}")
+    return lines

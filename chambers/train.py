@@ -6,14 +6,13 @@ import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from chambers.actors import checkpoint_of, count_actors, describe_memory, resources_of, this_machine
-from chambers.app_folder import PROJECT, presets, write_app
+from chambers.app_folder import PROJECT, describe_presets, presets, write_app
 from chambers.cluster import join
 from chambers.data import check_data
 from chambers.errors import CommandError
@@ -69,32 +68,10 @@ class Train:
     def __call__(self) -> int:
         """Train; return 0 only if the run completed."""
         if self.presets:
-            return _list_presets()
-        values = read_settings(self.settings or [])
-        own = bool(values.get("data.path")) and all("=" in each for each in self.settings or [])
-        if own:
-            values = read_settings([OWN_ROWS]) | values
-        clients = self.clients or count_clients(values)
-        # The default of min-nodes depends on ``sample``.
-        config = parse_run_config(app_config() | {"min-nodes": 1} | values)
-        values.setdefault("min-nodes", config.sampled(clients))
+            print(*describe_presets(), sep="\n")
+            return 0
+        values, clients, longest = self._read()
         config = parse_run_config(app_config() | values)
-        if config.min_nodes > clients:
-            raise CommandError(
-                f"min-nodes = {config.min_nodes} is more than the {clients} simulated clients; "
-                f"add --clients {config.min_nodes}"
-            )
-        _check_model(config)
-        if not own:
-            check_run(config, clients)
-        longest = check_data(config, clients) if config.data.path else config.data.max_length
-        rows = count_rows(config, clients)
-        if own:
-            values = suited(rows, config.train.batch_size) | values
-            config = parse_run_config(app_config() | values)
-            check_run(config, clients)
-            print(f"settings that aren't named are from the preset {OWN_ROWS}", file=sys.stderr)
-        print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
         at_once = config.sampled(clients)
         fitted = config.with_max_length(longest)  # to estimate the memory
         if self.plan:
@@ -128,6 +105,41 @@ class Train:
                 verbose=self.verbose,
             )
 
+    def _read(self) -> tuple[dict[str, Any], int, int]:
+        """Read and check settings and data; say how many steps the clients will take.
+
+        Return the settings, the number of clients, and the tokens of the longest row.
+        """
+        named = self.settings or []
+        values = read_settings(named)
+        own = bool(values.get("data.path")) and all("=" in setting for setting in named)
+        if own:
+            print(f"settings that aren't named are from the preset {OWN_ROWS}", file=sys.stderr)
+            values = read_settings([OWN_ROWS]) | values
+        clients = self.clients or count_clients(values)
+        # The default of min-nodes depends on ``sample``.
+        config = parse_run_config(app_config() | {"min-nodes": 1} | values)
+        values.setdefault("min-nodes", config.sampled(clients))
+        config = parse_run_config(app_config() | values)
+        if config.min_nodes > clients:
+            raise CommandError(
+                f"min-nodes = {config.min_nodes} is more than the {clients} simulated clients; "
+                f"add --clients {config.min_nodes}"
+            )
+        _check_model(config)
+        if not own:
+            check_run(config, clients)
+        longest = check_data(config, clients) if config.data.path else config.data.max_length
+        rows = count_rows(config, clients)
+        if own:
+            values = suited(rows, config.train.batch_size) | values
+            config = parse_run_config(app_config() | values)
+            check_run(config, clients)
+        if clients > len(rows):
+            print(f"the first {len(rows)} of {clients} clients:", file=sys.stderr)
+        print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
+        return values, clients, longest
+
 
 def _plan(config: RunConfig, clients: int) -> int:
     """Print what the run will take."""
@@ -138,15 +150,6 @@ def _plan(config: RunConfig, clients: int) -> int:
     if checkpoint := checkpoint_of(config):
         print(describe_memory(config, checkpoint, actors, machine))
     print(*describe_run(config, clients, machine, actors), sep="\n")
-    return 0
-
-
-def _list_presets() -> int:
-    """Print the names of the presets, each with the first sentence of its file."""
-    for name, file in presets().items():
-        comment = takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
-        sentence = " ".join(line.strip("# ") for line in comment).partition(". ")[0]
-        print(f"{name:30} {sentence.removesuffix('.')}")
     return 0
 
 
