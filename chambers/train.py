@@ -77,7 +77,10 @@ class Train:
         if self.plan:
             return _plan(fitted, clients)
         from chambers.simulation import simulate
+        from finetuning.model.base_model import locate
 
+        if config.model.name == TINY:
+            locate(TINY)  # says that it is built
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
             if self.ray:
                 make_folders(config)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import random
+import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ def _build(recipe: TinyRecipe, directory: Path) -> None:
     """Train the tokenizer and the model, and save both in Hugging Face format."""
     from transformers.utils import logging
 
+    print("building the model tiny, which takes about a minute, once", file=sys.stderr)
     texts = _texts(recipe)
     tokenizer = _train_tokenizer(recipe, texts)
     end = tokenizer.eos_token_id
