@@ -193,6 +193,9 @@ def main() -> None:
         path = str(own_settings({}, deployed=True).get("worker", ""))
         if not path:
             sys.exit(f"chambers site worker: {os.environ[VARIABLE]} names no worker")
+        # Import this before callers can connect: it is slow, and they wait for 30 seconds.
+        from client_app import handlers  # noqa: F401
+
         with listening(Path(path), shared=bool(arguments.allow_uid)) as listener:
             Worker(listener, {os.getuid(), *arguments.allow_uid}).serve()
     except PolicyError as error:
