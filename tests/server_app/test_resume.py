@@ -180,7 +180,7 @@ def test_a_client_that_misses_a_repeated_round_keeps_its_last_adapter(
     assert not list(broken.rglob(".trained"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_lost_a_stage_resumes_with_another(values, tmp_path, deep_checkpoint):
     """It ends with the stage's address, and is then equal to a run without stages."""
     values |= {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}

@@ -123,6 +123,7 @@ def test_an_upgrade_needs_no_restart(coordinator, institution, tmp_path):
         assert process.poll() is None
 
 
+@pytest.mark.nightly
 def test_an_expelled_node_cannot_return(coordinator, institution, tmp_path):
     with institution.supernode() as process:
         wait_until(lambda: coordinator.nodes()[institution.node] == "online", 60)
