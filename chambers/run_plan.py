@@ -18,9 +18,10 @@ from finetuning.devices import default_device, default_dtype
 from finetuning.model.base_model import load_tokenizer, locate_description
 from finetuning.model.checkpoint import client_parameters, hidden_size
 
-# Share of a matrix product's speed that training and evaluation reach, and seconds that Flower and
-# Ray take to start, and for each message. Measured with SmolLM2 and ``tiny`` on two cores.
-_EFFICIENCY = 0.5
+# Share of a matrix product's speed that training and evaluation reach, which is smaller below a
+# hidden size of 320, and seconds that Flower and Ray take to start, and for each message. Measured
+# with ``tiny``, SmolLM2 and 1 billion random weights on two cores.
+_EFFICIENCY, _WIDE = 0.5, 320
 _START = 25.0
 _MESSAGE = 0.5
 _READING = 6e9  # bytes per second at which weights are read for each generated token
@@ -79,7 +80,8 @@ def _seconds(
             generated += models * batches * evaluate.max_new_tokens * 4 * (blocks + ends)
     # Forwards and backwards, and forwards again with checkpointing.
     trained *= 6 if config.model.gradient_checkpointing else 4
-    speed = _EFFICIENCY * _speed(hidden_size(base)) * at_once
+    hidden = hidden_size(base)
+    speed = _EFFICIENCY * min(1.0, hidden / _WIDE) * _speed(hidden) * at_once
     return trained / speed, 2 * evaluated / speed + generated / _READING / at_once
 
 
