@@ -97,10 +97,11 @@ def in_memory_of(config: RunConfig, machine: Machine) -> int:
     checkpoint = checkpoint_of(config)
     if checkpoint is None:
         return max(1, (machine.memory - _REST_BYTES) // _ACTOR_BYTES)
-    client, server = _estimate(config, checkpoint, on_gpu=False)
+    client, server = _estimate(config, checkpoint, actors=1, on_gpu=False)
     if machine.gpus:  # only the weights are in main memory, while they are loaded
         client, server = replace(client, activations=0), None
-    rest = _REST_BYTES + (server.total if server else 0)
+    # How much the server stores for each client depends on the schedule.
+    rest = _REST_BYTES + (server.weights if server else 0)
     return max(1, (machine.memory - rest) // client.total)
 
 
@@ -171,7 +172,7 @@ def describe_memory(config: RunConfig, checkpoint: Path, actors: int, machine: M
     """
     on_gpu = bool(machine.gpu_memory)
     free = machine.gpu_memory or (machine.memory - _REST_BYTES,)
-    client, server = _estimate(config, checkpoint, on_gpu)
+    client, server = _estimate(config, checkpoint, actors, on_gpu)
     if config.model.devices == "all":
         free = (sum(free),)
     each = math.ceil(actors / len(free))
@@ -196,19 +197,25 @@ def describe_memory(config: RunConfig, checkpoint: Path, actors: int, machine: M
 
 
 def _estimate(
-    config: RunConfig, checkpoint: Path, on_gpu: bool
+    config: RunConfig, checkpoint: Path, actors: int, on_gpu: bool
 ) -> tuple[ProcessMemory, ProcessMemory | None]:
-    """Estimate a client's memory and, if it has blocks, the server's, which all GPUs share."""
+    """Estimate a client's memory and, if it has blocks, the server's, which all GPUs share.
+
+    The server stores activations for at most ``actors`` clients at once.
+    """
     blocks = count_blocks(checkpoint) or 0
     memory = partial(_memory, config, checkpoint, on_gpu)
     if config.strategy != "fl-glm":
         return memory(blocks, tokens=config.longest_in_training, ends=True), None
     theirs = config.split.head_blocks + config.split.tail_blocks
-    client = memory(theirs, tokens=config.split.window * config.longest_in_training, ends=True)
+    in_flight = min(config.split.window, config.train.accumulation)
+    tokens = in_flight * config.longest_in_training
+    client = memory(theirs, tokens=tokens, ends=True)
     if config.split.body_hosts:
         return client, None
     others = max(0, blocks - theirs)  # the number of blocks may be unknown
-    return client, memory(others, tokens=config.split.activation_budget, ends=False)
+    tokens = min(config.split.activation_budget, actors * tokens)
+    return client, memory(others, tokens=tokens, ends=False)
 
 
 def _memory(

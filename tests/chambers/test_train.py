@@ -401,6 +401,19 @@ def test_gpu_memory_is_planned_before_a_run(llama_7b, settings, actors, gib, exp
     assert re.search(expected, describe_memory(config, llama_7b, actors, machine))
 
 
+@pytest.mark.parametrize(("gib", "expected"), [(64, 3), (32, "simulate only 1: ")])
+def test_activations_and_the_server_s_weights_count(llama_7b, gib, expected):
+    """The server has 30 of 32 blocks, 22.6 GiB in float32; a client needs 5.5 GiB."""
+    together = {"strategy": "fl-glm", "split.schedule": "client-batch", "data.max-length": 512}
+    config = parse_run_config(together | {"model.name": str(llama_7b), "train.batch-size": 2})
+    machine = Machine(16, gib * 2**30)
+    if isinstance(expected, int):
+        assert count_actors(config, 3, machine) == expected
+        return
+    with pytest.raises(CommandError, match=expected):
+        count_actors(config, 3, machine)
+
+
 def test_larger_models_leave_room_for_fewer_actors(deep_checkpoint):
     """A client has only two of a split model's four blocks."""
     whole = sum(p.numel() for p in load_file(deep_checkpoint / "model.safetensors").values())
