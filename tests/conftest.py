@@ -31,9 +31,11 @@ _LONGEST = {"test_notebook.py", "test_walk.py"}
 
 
 def pytest_configure() -> None:
-    # A shell starts background commands with this signal ignored, and programs that tests start
-    # would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Shells start background commands with SIGINT ignored, and nohup with SIGHUP. Programs that
+    # tests start inherit that, but not a function that does nothing.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
