@@ -28,7 +28,7 @@ _QUANTISED = {"nf4": 0.53, "int8": 1.0}
 # bytes of a value. For a Llama on an H100 in bfloat16, 20 were measured with LoRA on queries, keys
 # and values, 23 with dropout, and 24 with LoRA on all linear layers, where dropout would add about
 # 10. On CPUs in float32, 45 include what glibc keeps of freed memory (docs/measurements.md):
-# a client of SmolLM2 with rows of up to 190, 450 and 800 tokens needed 2.2, 3.2 and 6.5 GiB.
+# a client of SmolLM2 with rows of up to 170, 410 and 800 tokens needed 2.2, 3.2 and 6.5 GiB.
 _STORED, _STORED_ON_CPU = 33.5, 45.0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from chambers.actors import Machine
+from chambers.actors import checkpoint_of, count_actors, describe_memory, this_machine
 from client_app.data import read_client_data
 from federation.run_config import RunConfig
 from finetuning.adapters.adapted_modules import with_names
@@ -27,11 +27,19 @@ _MESSAGE = 0.5
 _READING = 6e9  # bytes per second at which weights are read for each generated token
 
 
-def describe_run(config: RunConfig, clients: int, machine: Machine, actors: int) -> list[str]:
-    """Return lines with the tokens of the clients, the run's time, and what leaves a client."""
+def describe_run(config: RunConfig, clients: int) -> list[str]:
+    """Return lines with the memory, the clients' tokens, the time, and what leaves a client.
+
+    Raise ``CommandError`` if this machine can't simulate the run.
+    """
+    machine = this_machine()
+    actors = count_actors(config, config.sampled(clients), machine)
+    lines = []
+    if checkpoint := checkpoint_of(config):
+        lines.append(describe_memory(config, checkpoint, actors, machine))
     base = locate_description(config.model.name)
     tokenizer = load_tokenizer(base)
-    parts, lines = [], []
+    parts = []
     for number in range(clients):
         node = {"partition-id": number, "num-partitions": clients}
         data = read_client_data(config.data, node, config.seed)
@@ -39,15 +47,16 @@ def describe_run(config: RunConfig, clients: int, machine: Machine, actors: int)
         test, _ = tokenize(data.test, tokenizer, config.data.max_length)
         parts.append((train, test))
         lines.append(
-            f"{data.name}: {len(train)} training rows with {_tokens(train)} tokens, of which "
-            f"{len(report.cut_rows)} are shortened; {len(test)} held-out rows with {_tokens(test)}"
+            f"{data.name}: {len(train)} training rows with {_tokens(train)} tokens "
+            f"({len(report.cut_rows)} rows shortened); {len(test)} held-out rows with "
+            f"{_tokens(test)} tokens"
         )
     at_once = max(machine.gpus, min(actors, machine.cores))
     training, evaluation = _seconds(config, base, parts, at_once)
     other = _START + _MESSAGE * clients * (config.rounds + _evaluations(config))
     lines.append(
-        f"time: about {_told(training)} for training, {_told(evaluation)} for evaluation, "
-        f"{_told(other)} for starting and messages"
+        f"time: about {_duration(training)} for training, {_duration(evaluation)} for evaluation, "
+        f"{_duration(other)} for starting and messages"
     )
     return [*lines, _leaving(config, base, [train for train, _ in parts])]
 
@@ -107,7 +116,7 @@ def _speed(hidden: int) -> float:
 
 
 def _leaving(config: RunConfig, base: Path, trained: Sequence[list[Example]]) -> str:
-    """Say how many bytes leave a client in a round."""
+    """Return a line with the bytes that leave a client in a round."""
     if config.strategy == "fl-glm":
         width = {"float32": 4, "bfloat16": 2, "int8": 1}[config.split.wire_dtype]
         tokens = max(
@@ -128,5 +137,5 @@ def _tokens(examples: Sequence[Example]) -> int:
     return sum(len(example.tokens) for example in examples)
 
 
-def _told(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

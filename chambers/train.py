@@ -75,12 +75,15 @@ class Train:
         at_once = config.sampled(clients)
         fitted = config.with_max_length(longest)  # to estimate the memory
         if self.plan:
-            return _plan(fitted, clients)
+            from chambers.run_plan import describe_run
+
+            print(*describe_run(fitted, clients), sep="\n")
+            return 0
         from chambers.simulation import simulate
         from finetuning.model.base_model import locate
 
         if config.model.name == TINY:
-            locate(TINY)  # says that it is built
+            locate(TINY)  # prints a line if it must be built
         with tempfile.TemporaryDirectory(prefix="chambers-") as home:
             if self.ray:
                 make_folders(config)
@@ -109,7 +112,7 @@ class Train:
             )
 
     def _read(self) -> tuple[dict[str, Any], int, int]:
-        """Read and check settings and data; say how many steps the clients will take.
+        """Read and check settings and data; print how many steps the clients will take.
 
         Return the settings, the number of clients, and the tokens of the longest row.
         """
@@ -142,18 +145,6 @@ class Train:
             print(f"the first {len(rows)} of {clients} clients:", file=sys.stderr)
         print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
         return values, clients, longest
-
-
-def _plan(config: RunConfig, clients: int) -> int:
-    """Print what the run will take."""
-    from chambers.run_plan import describe_run
-
-    machine = this_machine()
-    actors = count_actors(config, config.sampled(clients), machine)
-    if checkpoint := checkpoint_of(config):
-        print(describe_memory(config, checkpoint, actors, machine))
-    print(*describe_run(config, clients, machine, actors), sep="\n")
-    return 0
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: 
     write_json(task.state.directory / "base-model.json", content)
     for kind, adapter in adapters.items():
         card = model_card(
-            title=f"{kind} adapter of {institution.name}",
+            title=f"{kind.capitalize()} adapter",
             base=config.model.name,
             directory=institution.directory,
             clients=1,

@@ -100,7 +100,7 @@ class Results:
         self._save_adapter(
             folder=self._trained(round_number) / client,
             state=state,
-            title=f"Personalised adapter of {client}",
+            title="Personalised adapter",
             clients=1,
             rounds=round_number,
         )
