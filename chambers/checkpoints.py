@@ -11,8 +11,8 @@ import typer
 
 from chambers.disk_space import existing
 from chambers.errors import CommandError, interrupt_at_end
+from chambers.settings import count_clients
 from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option, trained_on
-from chambers.train import count_clients
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import SavedAdapter, read_adapter
 

@@ -43,7 +43,7 @@ class Data:
 
     def __call__(self) -> int:
         """Read the rows and show them; return 0 only if nothing is refused."""
-        from chambers.train import app_config, read_settings
+        from chambers.settings import app_config, read_settings
 
         values = read_settings([*(self.settings or []), f"data.path={self.path}"])
         config = parse_run_config(app_config() | {"min-nodes": 1} | values)

@@ -35,8 +35,8 @@ class Run:
 
     def __call__(self) -> int:
         """Run to the end and print the log; if the run failed or was refused, print the reason."""
+        from chambers.settings import app_config, read_settings
         from chambers.superlink import COMPLETED, SuperLink, run_app
-        from chambers.train import app_config, read_settings
         from federation.run_config import parse_run_config
 
         named = Path(self.settings[0]).is_dir()

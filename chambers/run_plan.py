@@ -7,8 +7,14 @@ from pathlib import Path
 
 import torch
 
-from chambers.actors import checkpoint_of, count_actors, describe_memory, this_machine
-from client_app.data import read_client_data
+from chambers.actors import (
+    Machine,
+    checkpoint_of,
+    count_actors,
+    describe_memory,
+    this_machine,
+)
+from client_app.data import ClientData
 from federation.run_config import RunConfig
 from finetuning.adapters.adapted_modules import with_names
 from finetuning.adapters.adapter import initial_adapter
@@ -27,10 +33,14 @@ _MESSAGE = 0.5
 _READING = 6e9  # bytes per second at which weights are read for each generated token
 
 
-def describe_run(config: RunConfig, clients: int) -> list[str]:
+Parts = Sequence[tuple[list[Example], list[Example]]]  # training and held-out rows of clients
+
+
+def describe_run(config: RunConfig, clients: int, data: Sequence[ClientData]) -> list[str]:
     """Return lines with the memory, the clients' tokens, the time, and what leaves a client.
 
-    Raise ``CommandError`` if this machine can't simulate the run.
+    ``data`` has the rows of the first clients. Raise ``CommandError`` if this machine can't
+    simulate the run.
     """
     machine = this_machine()
     actors = count_actors(config, config.sampled(clients), machine)
@@ -38,27 +48,46 @@ def describe_run(config: RunConfig, clients: int) -> list[str]:
     if checkpoint := checkpoint_of(config):
         lines.append(describe_memory(config, checkpoint, actors, machine))
     base = locate_description(config.model.name)
+    parts, shortened = _tokenize(config, base, data)
+    lines += [
+        f"{client.name}: {len(train)} training rows with {_tokens(train)} tokens "
+        f"({cut} rows shortened); {len(test)} held-out rows with {_tokens(test)} tokens"
+        for client, (train, test), cut in zip(data, parts, shortened, strict=True)
+    ]
+    lines.append(_time(config, clients, base, parts, machine))
+    return [*lines, _leaving(config, base, [train for train, _ in parts])]
+
+
+def describe_time(config: RunConfig, clients: int, data: Sequence[ClientData]) -> str:
+    """Return a line with the time that a run will take.
+
+    ``data`` has the rows of the first clients. Raise ``CommandError`` if this machine can't
+    simulate the run.
+    """
+    base = locate_description(config.model.name)
+    return _time(config, clients, base, _tokenize(config, base, data)[0], this_machine())
+
+
+def _tokenize(config: RunConfig, base: Path, data: Sequence[ClientData]) -> tuple[Parts, list[int]]:
+    """Return the clients' tokenized rows, and how many training rows of each are shortened."""
     tokenizer = load_tokenizer(base)
-    parts = []
-    for number in range(clients):
-        node = {"partition-id": number, "num-partitions": clients}
-        data = read_client_data(config.data, node, config.seed)
-        train, report = tokenize(data.train, tokenizer, config.data.max_length)
-        test, _ = tokenize(data.test, tokenizer, config.data.max_length)
-        parts.append((train, test))
-        lines.append(
-            f"{data.name}: {len(train)} training rows with {_tokens(train)} tokens "
-            f"({len(report.cut_rows)} rows shortened); {len(test)} held-out rows with "
-            f"{_tokens(test)} tokens"
-        )
-    at_once = max(machine.gpus, min(actors, machine.cores))
+    parts, shortened = [], []
+    for client in data:
+        train, report = tokenize(client.train, tokenizer, config.data.max_length)
+        parts.append((train, tokenize(client.test, tokenizer, config.data.max_length)[0]))
+        shortened.append(len(report.cut_rows))
+    return parts, shortened
+
+
+def _time(config: RunConfig, clients: int, base: Path, parts: Parts, machine: Machine) -> str:
+    actors = count_actors(config, config.sampled(clients), machine)
+    at_once = max(machine.gpus, min(actors, machine.cores)) * len(parts) / clients
     training, evaluation = _seconds(config, base, parts, at_once)
     other = _START + _MESSAGE * clients * (config.rounds + _evaluations(config))
-    lines.append(
+    return (
         f"time: about {_duration(training)} for training, {_duration(evaluation)} for evaluation, "
         f"{_duration(other)} for starting and messages"
     )
-    return [*lines, _leaving(config, base, [train for train, _ in parts])]
 
 
 def _evaluations(config: RunConfig) -> int:
@@ -68,8 +97,8 @@ def _evaluations(config: RunConfig) -> int:
 def _seconds(
     config: RunConfig,
     base: Path,
-    parts: Sequence[tuple[list[Example], list[Example]]],
-    at_once: int,
+    parts: Parts,
+    at_once: float,
 ) -> tuple[float, float]:
     """Estimate the seconds of training and evaluation, shared by ``at_once`` processes."""
     ends = client_parameters(base, 0)

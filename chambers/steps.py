@@ -4,14 +4,17 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from federation.run_config import RunConfig
 from finetuning.data.files import client_folders
 
+if TYPE_CHECKING:
+    from client_app.data import ClientData  # slow, since it imports PyTorch
+
 # Preset for a user's own rows if the command names neither a preset nor a file.
 OWN_ROWS = "own-rows"
-# Most clients whose rows are counted, and of one data set, which is read for each of them.
+# Most clients whose rows are read, and of one data set, which is read for each of them.
 _MOST, _MOST_OF_ONE = 20, 3
 # Sum of the learning rate over a client's steps below which the loss hardly falls
 # (docs/own-data.md): a step of Adam moves no weight much further than the learning rate.
@@ -22,18 +25,17 @@ _FEWEST = 8
 _LARGER_STEPS = (128, 512, 2048)
 
 
-def count_rows(config: RunConfig, clients: int) -> dict[str, int]:
-    """Return the numbers of training rows of the first simulated clients, by name.
+def read_clients(config: RunConfig, clients: int) -> "list[ClientData]":
+    """Read or generate the rows of the first simulated clients.
 
     Raise ``DataError`` if rows are missing or malformed.
     """
-    from client_app.data import read_client_data  # slow, since it imports PyTorch
+    from client_app.data import read_client_data
 
     is_one = bool(config.data.path) and not client_folders(Path(config.data.path).expanduser())
     counted = min(clients, _MOST_OF_ONE if is_one else _MOST)
     nodes = ({"partition-id": n, "num-partitions": clients} for n in range(counted))
-    read = (read_client_data(config.data, node, config.seed) for node in nodes)
-    return {data.name: len(data.train) for data in read}
+    return [read_client_data(config.data, node, config.seed) for node in nodes]
 
 
 def suited(rows: Mapping[str, int], batch_size: int) -> dict[str, Any]:

@@ -3,32 +3,29 @@
 import os
 import sys
 import tempfile
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chambers.actors import checkpoint_of, count_actors, describe_memory, resources_of, this_machine
-from chambers.app_folder import PROJECT, describe_presets, presets, write_app
+from chambers.app_folder import describe_presets, write_app
 from chambers.cluster import join
 from chambers.data import check_data
 from chambers.errors import CommandError
+from chambers.settings import app_config, count_clients, read_settings
 from chambers.sources import argument, count
-from chambers.steps import OWN_ROWS, count_rows, describe_steps, suited
-from federation.run_config import RunConfig, Scalar, leaves, parse_run_config
+from chambers.steps import OWN_ROWS, describe_steps, read_clients, suited
+from federation.run_config import RunConfig, parse_run_config
 from federation.run_folder import METRICS, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
-from finetuning.data.files import client_folders
 from finetuning.data.formats import is_hub_id
 from finetuning.model.checkpoint import count_blocks, problem_of, problem_of_shards
-from finetuning.model.names import BUILT_IN, TINY, resolve
+from finetuning.model.names import TINY, resolve
 
-GENERATED_CLIENTS = 3
-_PATHS_OR_NAMES = {"data.path", "model.name"}
-_PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapter"}
+if TYPE_CHECKING:
+    from client_app.data import ClientData  # slow, since it imports PyTorch
 
 
 @dataclass(frozen=True)
@@ -70,15 +67,19 @@ class Train:
         if self.presets:
             print(*describe_presets(), sep="\n")
             return 0
-        values, clients, longest = self._read()
-        config = parse_run_config(app_config() | values)
+        run = self._read()
+        config, clients = run.config, run.clients
         at_once = config.sampled(clients)
-        fitted = config.with_max_length(longest)  # to estimate the memory
+        fitted = config.with_max_length(run.longest)  # to estimate the memory
         if self.plan:
             from chambers.run_plan import describe_run
 
-            print(*describe_run(fitted, clients), sep="\n")
+            print(*describe_run(fitted, clients, run.data), sep="\n")
             return 0
+        if run.has_own_rows and not self.ray:
+            from chambers.run_plan import describe_time
+
+            print(describe_time(fitted, clients, run.data), file=sys.stderr)
         from chambers.simulation import simulate
         from finetuning.model.base_model import locate
 
@@ -90,7 +91,7 @@ class Train:
                 app = write_app(Path(home) / "app")
                 actors, resources, here = join(self.ray, config, at_once, app)
                 # The default is an address that the other hosts can't reach.
-                values.setdefault("split.listen", f"{here}:0")
+                run.values.setdefault("split.listen", f"{here}:0")
             else:
                 os.environ["RAY_ADDRESS"] = "local"  # otherwise, Ray would join a running cluster
                 machine = this_machine()  # slow, since it imports PyTorch
@@ -103,7 +104,7 @@ class Train:
             if actors < at_once:
                 print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)
             return simulate(
-                config=values,
+                config=run.values,
                 clients=clients,
                 resources=resources,
                 home=Path(home),
@@ -111,11 +112,8 @@ class Train:
                 verbose=self.verbose,
             )
 
-    def _read(self) -> tuple[dict[str, Any], int, int]:
-        """Read and check settings and data; print how many steps the clients will take.
-
-        Return the settings, the number of clients, and the tokens of the longest row.
-        """
+    def _read(self) -> "_Run":
+        """Read and check settings and data; print how many steps the clients will take."""
         named = self.settings or []
         values = read_settings(named)
         own = bool(values.get("data.path")) and all("=" in setting for setting in named)
@@ -136,7 +134,8 @@ class Train:
         if not own:
             check_run(config, clients)
         longest = check_data(config, clients) if config.data.path else config.data.max_length
-        rows = count_rows(config, clients)
+        data = read_clients(config, clients)
+        rows = {client.name: len(client.train) for client in data}
         if own:
             values = suited(rows, config.train.batch_size) | values
             config = parse_run_config(app_config() | values)
@@ -144,79 +143,19 @@ class Train:
         if clients > len(rows):
             print(f"the first {len(rows)} of {clients} clients:", file=sys.stderr)
         print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
-        return values, clients, longest
+        return _Run(values, config, clients, data, longest, own)
 
 
-def read_settings(settings: list[str]) -> dict[str, Any]:
-    """Merge presets, files and ``KEY=VALUE`` pairs; convert relative paths to absolute paths.
+@dataclass(frozen=True)
+class _Run:
+    """A run whose settings and rows are checked."""
 
-    Raise ``CommandError`` if a setting is none of these.
-    """
-    tables: dict[str, Any] = {}
-    keys: dict[str, Any] = {}
-    for setting in settings:
-        key, assigned, text = setting.partition("=")
-        if assigned:
-            keys[key.strip()] = _parse_value(key.strip(), text.strip())
-            continue
-        file = Path(setting)
-        if not file.is_file():
-            file = presets().get(setting, file)
-        try:
-            tables |= _flatten(tomllib.loads(file.read_text("utf-8-sig")))
-        except OSError as error:
-            raise CommandError(
-                f"{setting} is neither KEY=VALUE nor a file of settings ({error.strerror}) nor a "
-                f"preset ({', '.join(presets())})"
-            ) from error
-        except ValueError as error:
-            raise CommandError(f"{setting} is not a file of settings: {error}") from error
-    return with_absolute_paths(tables | keys)
-
-
-def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make relative paths absolute, since Flower runs the app in a different folder."""
-    values = dict(settings)
-    for key in _PATHS & values.keys():
-        path = Path(str(values[key])).expanduser()
-        # A name that is not an existing file may be an id on the Hugging Face Hub.
-        if values[key] and (key not in _PATHS_OR_NAMES or path.exists()):
-            values[key] = str(path.absolute())
-    if (name := settings.get("model.name")) in BUILT_IN:
-        values["model.name"] = name
-    return values
-
-
-def _parse_value(key: str, text: str) -> Scalar:
-    """Parse a TOML scalar; strings need no quotation marks, since the shell removes them."""
-    # The value of a setting that is text may look like a number: data.pool=1.
-    is_text = any(own == key and field.annotation is str for own, field, _ in leaves(RunConfig()))
-    if is_text and not text.startswith(("'", '"')):
-        return text
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-    return value if isinstance(value, str | int | float | bool) else text
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert nested sections to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def count_clients(settings: Mapping[str, Any]) -> int:
-    """Return the default number of clients: 1 for pooled data, else the number of folders, or 3."""
-    if settings.get("data.pool"):
-        return 1
-    path = str(settings.get("data.path", ""))
-    return len(client_folders(Path(path).expanduser()) if path else []) or GENERATED_CLIENTS
+    values: dict[str, Any]  # the settings that aren't defaults
+    config: RunConfig
+    clients: int
+    data: "list[ClientData]"  # the rows of the first clients
+    longest: int  # tokens of the longest row
+    has_own_rows: bool  # whether the preset is for a user's own rows
 
 
 def check_run(config: RunConfig, clients: int) -> None:
@@ -269,12 +208,6 @@ def make_folders(config: RunConfig) -> None:
                 pass
         except OSError as error:
             raise CommandError(f'{key} = "{directory}" can\'t be written to: {error}') from error
-
-
-def app_config() -> dict[str, Any]:
-    """Read the run config in ``pyproject.toml``, whose values Flower uses as defaults."""
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
-    return _flatten(project["tool"]["flwr"]["app"]["config"])
 
 
 def _check_model(config: RunConfig) -> None:

@@ -15,8 +15,8 @@ import typer
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
+from chambers.settings import count_clients, with_absolute_paths
 from chambers.sources import argument, count, option
-from chambers.train import count_clients, with_absolute_paths
 from federation.run_config import RunConfig, Scalar, parse_run_config
 
 RESULTS = "results.jsonl"

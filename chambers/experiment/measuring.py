@@ -17,7 +17,7 @@ from chambers.experiment.plan import Experiment, Measure, Reported, Run
 from chambers.experiment.questions import Group, group_name
 from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
 from chambers.in_process import run_in_process
-from chambers.train import count_clients
+from chambers.settings import count_clients
 from federation.run_config import RunConfig
 from federation.run_folder import METRICS, checkpoint_files, read_events, read_status
 from finetuning.adapters.adapter import attach_adapter, load_adapter

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, ValidationError, model_validator
 
 from chambers.errors import CommandError, read_bytes
-from chambers.train import read_settings
+from chambers.settings import read_settings
 from federation.run_config import Scalar
 from finetuning.settings import Section
 

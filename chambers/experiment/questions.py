@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chambers.errors import CommandError
-from chambers.train import GENERATED_CLIENTS
+from chambers.settings import GENERATED_CLIENTS
 from federation.run_config import RunConfig
 from finetuning.data.files import client_folders, find_parts
 from finetuning.data.layouts import parse_messages

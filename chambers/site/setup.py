@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError
+from chambers.settings import read_settings
 from chambers.site import host
 from chambers.sources import argument, option
-from chambers.train import read_settings
 from finetuning.files import write_file
 from finetuning.model.names import BUILT_IN, TINY
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chambers.app_folder import presets
-from chambers.steps import count_rows, describe_steps, suited
-from chambers.train import app_config, read_settings
+from chambers.settings import app_config, read_settings
+from chambers.steps import describe_steps, read_clients, suited
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapted_modules import with_names
 from finetuning.adapters.adapter import initial_adapter
@@ -31,7 +31,7 @@ def test_a_typical_client_takes_enough_steps_and_sees_each_row(sizes):
 
 def test_steps_are_described_and_few_are_named(values):
     config = parse_run_config(values | {"train.learning-rate": 5e-4})
-    rows = count_rows(config, 3)
+    rows = {client.name: len(client.train) for client in read_clients(config, 3)}
     assert rows == {"alpha": 24, "beta": 12, "gamma": 8}
     *lines, warning = describe_steps(rows, config)
     assert lines == [

@@ -19,7 +19,7 @@ from chambers.__main__ import main
 from chambers.actors import Machine, count_actors, describe_memory, gpus_of_each, this_machine
 from chambers.cluster import gpus_of_actor
 from chambers.errors import END_SIGNALS, CommandError
-from chambers.train import read_settings
+from chambers.settings import read_settings
 from federation.run_config import parse_run_config
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.checkpoint import client_parameters
