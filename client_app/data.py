@@ -103,7 +103,7 @@ def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:
 
 def _generated_name(kind: str, index: int) -> str:
     if kind != "styles":
-        return f"school-{index + 1}"
+        return matters.school(index)
     style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
     return style if copy == 0 else f"{style}-{copy + 1}"
 
@@ -159,7 +159,7 @@ class _Reader:
             divided = matters.divide(count, self.seed)
         except ValueError as error:
             raise DataError(str(error)) from error
-        tested = [matter for own in divided[index + 1 :] + divided[: index + 1] for matter in own]
+        tested = matters.tested(index, divided)
         seed = derive_seed("generated", self.seed, index)
         known = matters.MATTERS if kind == "matters-even" else divided[index]
         sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS

@@ -61,24 +61,28 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% for model, loss in means.items() %}
 {{ model_names[model] }} <strong>{{ "%.3f"|format(loss) }}</strong>{{ "." if loop.last else "," }}
 {% endfor %}</p>{% endif %}
-{% if right %}<p class="main">Shown answers that equal the reference:
-{% for model, number in right.items() %}
+{% for kind, numbers in right.items() %}
+<p class="main">Shown answers {{ kind }}that equal the reference:
+{% for model, number in numbers.items() %}
 {{ model_names[model] }} <strong>{{ number }}</strong>{{ "." if loop.last else "," }}
-{% endfor %}</p>{% endif %}
+{% endfor %}</p>{% endfor %}
 {% for own in tables[:1] %}{{ results(*own) }}
 {% else %}<p>No client has been evaluated yet.</p>{% endfor %}
 {% for client, own in questions.items() %}
 {% if loop.first %}<h2>Answers to held-out questions</h2>
-{% if config["data.generated"] == "matters" and not config["data.path"] %}
+{% if on_matters %}
 <p>A client's first questions are on topics that only other clients have.</p>{% endif %}{% endif %}
-
 {% for (text, reference), answers in own.items() %}
+{% if loop.index == 2 %}
+<details><summary>{{ name(client) }}: {{ loop.length - 1 }} more questions</summary>
+{% endif %}
 <table class="texts"><caption>{{ name(client) }}: {{ text }}</caption>
 <tr><th scope="row">reference</th><td>{{ reference }}</td></tr>
 {% for model in models if model in answers %}
 <tr><th scope="row">{{ model }}</th><td>{{ answers[model] }}</td></tr>
 {% endfor %}
 </table>
+{% if loop.last and loop.length > 1 %}</details>{% endif %}
 {% endfor %}{% endfor %}
 {% for own in tables[1:] %}
 {% if loop.first %}<h2>Scores of generated answers</h2>

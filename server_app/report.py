@@ -22,9 +22,12 @@ from federation.messages import MODELS
 from federation.run_config import RunConfig
 from federation.run_folder import METRICS, Event, read_events
 from finetuning.files import write_file
+from finetuning.generated import matters
 from server_app.page import PAGE
 
 Curve = dict[int, float]  # values by round
+# Texts of answers by client, question and reference, and model.
+Questions = dict[str, dict[tuple[str, str], dict[str, str]]]
 Looks = Mapping[str, tuple[str, str, str]]  # by client: colour, marker, marker as a character
 
 
@@ -65,7 +68,7 @@ def latest_values(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
     return dict(sorted(latest.items()))
 
 
-def questions(events: Iterable[Event]) -> dict[str, dict[tuple[str, str], dict[str, str]]]:
+def questions(events: Iterable[Event]) -> Questions:
     """Return, by client name and (question, reference), the latest answer of each model."""
     found: dict[str, dict[tuple[str, str], dict[str, str]]] = {}
     for event in events:
@@ -105,7 +108,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
         times=_times(events),
         counts=_counts(events),
         means=_means(latest),
-        right=_right(answers),
+        right=_right(answers, is_on_matters(config)),
         latest=latest,
         looks=looks,
         withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
@@ -113,6 +116,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
         tables=[(key, *text) for key, text in _METRICS.items() if _known(events, key)],
         cells=partial(_cells, latest),
         questions=answers,
+        on_matters=is_on_matters(config),
         panels={
             title: _panels(events=events, key=key, title=title, looks=looks)
             for key, title in _PANELS
@@ -197,14 +201,32 @@ def _means(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, float]:
     return {name: fmean(own[name]["loss"] for own in whole) for name in (whole[0] if whole else ())}
 
 
-def _right(answers: Mapping[str, Mapping[tuple[str, str], Mapping[str, str]]]) -> dict[str, str]:
-    """Return, for each model, how many of its shown answers equal the reference."""
-    shown: dict[str, list[bool]] = {}
-    for own in answers.values():
-        for (_, reference), texts in own.items():
+def is_on_matters(config: Mapping[str, Any]) -> bool:
+    """Return whether the rows are generated, and each client has some of the topics (matters)."""
+    return not config.get("data.path") and config.get("data.generated") == "matters"
+
+
+def _right(answers: Questions, on_matters: bool) -> dict[str, dict[str, str]]:
+    """Return, by kind of question and model, how many shown answers equal the reference.
+
+    In simulation with ``on_matters``, the last questions of a client are on its own matters.
+    """
+    divided = matters.divide(len(answers), seed=0) if on_matters else []
+    known = {matters.school(number): len(own) for number, own in enumerate(divided)}
+    shown: dict[str, dict[str, list[bool]]] = {}
+    for client, own in answers.items():
+        for index, ((_, reference), texts) in enumerate(own.items()):
+            kind = ""
+            if client in known:
+                is_own = index >= len(matters.MATTERS) - known[client]
+                kind = "on their own topics " if is_own else "on topics of other clients "
             for model, text in texts.items():
-                shown.setdefault(model, []).append(text.strip() == reference.strip())
-    return {m: f"{sum(shown[m])} of {len(shown[m])}" for m in MODELS if m in shown}
+                is_right = text.strip() == reference.strip()
+                shown.setdefault(kind, {}).setdefault(model, []).append(is_right)
+    return {
+        kind: {m: f"{sum(rights[m])} of {len(rights[m])}" for m in MODELS if m in rights}
+        for kind, rights in shown.items()
+    }
 
 
 # Columns of the table of lanes: key, heading, unit.

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from federation.run_folder import METRICS, Event, read_events
-from server_app.report import latest_values, questions
+from server_app.report import is_on_matters, latest_values, questions
 from split.protocol.errors import printable
 
 _CHARACTERS = 80  # maximum length of a text in the terminal
@@ -22,24 +22,23 @@ def summary(directory: Path) -> str:
     """Return a run's summary: the tables of answers (if any) and losses, and the results' paths."""
     events = read_events(directory / METRICS)
     config = json.loads((directory / "config.json").read_bytes())
-    matters = not config.get("data.path") and config.get("data.generated") == "matters"
     text = io.StringIO()
     console = Console(file=text, width=100, color_system=None)
-    for table in (*_answers(events, matters), _results(latest_values(events))):
+    for table in (*_answers(events, is_on_matters(config)), _results(latest_values(events))):
         console.print(table)
     report, adapters = directory / "report.html", directory / "adapters"
     trained = f"\nAdapters: {adapters}" if adapters.is_dir() else ""
     return f"\n{text.getvalue()}\nReport:   {report}{trained}\nResults:  {directory}"
 
 
-def _answers(events: Sequence[Event], matters: bool) -> list[Table]:
-    """Return a list with a table of questions and two models' answers; empty without answers."""
-    title = "Held-out questions" + ", first on topics that only other clients have" * matters
+def _answers(events: Sequence[Event], on_matters: bool) -> list[Table]:
+    """Return a list with a table of each client's first question; empty without answers."""
+    title = "Held-out questions" + " on topics that only other clients have" * on_matters
     table = Table(title=title, show_header=False, box=box.SIMPLE_HEAD)
     table.add_column(width=12, no_wrap=True)
     table.add_column(width=_CHARACTERS, no_wrap=True)
     for client, own in questions(events).items():
-        for (question, reference), answers in own.items():
+        for (question, reference), answers in list(own.items())[:1]:
             rows = {client: question, "reference": reference}
             rows |= {name: answers[name] for name in _ANSWERING if name in answers}
             for name, text in rows.items():

@@ -24,6 +24,16 @@ def divide(institutions: int, seed: int) -> list[list[str]]:
     return [shuffled[number::institutions] for number in range(institutions)]
 
 
+def school(index: int) -> str:
+    """Return the name of a simulated institution."""
+    return f"school-{index + 1}"
+
+
+def tested(index: int, divided: Sequence[Sequence[str]]) -> list[str]:
+    """Return all matters in the order in which an institution is tested; its own are the last."""
+    return [matter for own in (*divided[index + 1 :], *divided[: index + 1]) for matter in own]
+
+
 def questions(matters: Sequence[str], count: int, seed: int, split: Split) -> list[dict[str, str]]:
     """Return `count` rows, with keys instruction, input and output, that cycle through the matters.
 

@@ -178,7 +178,27 @@ def test_answers_stand_side_by_side_in_page_and_terminal(run):
     assert max(map(len, shown.splitlines()[: first + 4])) <= 100
     assert "other clients" not in shown
     (directory / "config.json").write_text(json.dumps(CONFIG | {"data.generated": "matters"}))
-    assert "first on topics that only other clients have" in summary(directory)
+    assert "questions on topics that only other clients have" in summary(directory)
+
+
+def test_own_and_other_clients_questions_are_counted_apart(run):
+    texts = ["It is not.", *["No."] * 6, *["It is [bold]not[/bold]."] * 5]
+    asked = [
+        {"question": f"Question {number}?", "reference": "It is [bold]not[/bold].", "text": text}
+        for number, text in enumerate(texts)
+    ]
+    events = [
+        event | {"client": client, "round": 1, "model": "global"}
+        for client in ("school-1", "school-2")
+        for event in ({"event": "evaluate", "loss": 1.0}, {"event": "answers", "answers": asked})
+    ]
+    directory = run(events)
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"data.generated": "matters"}))
+    text = " ".join(check(write_report(directory)).text.split())
+    kinds = ("on topics of other clients", "on their own topics")
+    for kind, number in zip(kinds, ("0 of 12", "10 of 12"), strict=True):
+        assert f"{kind} that equal the reference: trained together (global) {number}." in text
+    assert "school-1: 11 more questions" in text and "Question 5?" not in summary(directory)
 
 
 def test_page_is_escaped_accessible_and_stands_alone(run):
