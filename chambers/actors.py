@@ -72,9 +72,9 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
     in_memory = in_memory_of(config, machine)
     by_flower = min(machine.cores + 4, 32)  # the size of Flower 1.41's thread pool
     split = config.split
-    if not trains_at_once(config):
+    if not config.trains_at_once:
         at_most = min(in_memory, by_flower, 2 * machine.cores - 1)
-        if config.strategy != "fl-glm" and not machine.gpus and clients <= at_most:
+        if not config.method.is_split and not machine.gpus and clients <= at_most:
             return clients
         if machine.gpus and config.model.devices == "all":
             return 1
@@ -103,13 +103,6 @@ def in_memory_of(config: RunConfig, machine: Machine) -> int:
     # How much the server stores for each client depends on the schedule.
     rest = _REST_BYTES + (server.weights if server else 0)
     return max(1, (machine.memory - rest) // client.total)
-
-
-def trains_at_once(config: RunConfig) -> bool:
-    """Return whether clients wait for each other within a round, so that all must train at once."""
-    split = config.split
-    waits = split.schedule == "hierarchical" and split.average_every > 0
-    return config.strategy == "fl-glm" and (split.schedule == "client-batch" or waits)
 
 
 def gpus_of_each(actors: int, gpus: int) -> float:
@@ -205,7 +198,7 @@ def _estimate(
     """
     blocks = count_blocks(checkpoint) or 0
     memory = partial(_memory, config, checkpoint, on_gpu)
-    if config.strategy != "fl-glm":
+    if not config.method.is_split:
         return memory(blocks, tokens=config.longest_in_training, ends=True), None
     theirs = config.split.head_blocks + config.split.tail_blocks
     in_flight = min(config.split.window, config.train.accumulation)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from chambers.actors import Machine, gpus_of_each, in_memory_of, trains_at_once
+from chambers.actors import Machine, gpus_of_each, in_memory_of
 from chambers.errors import CommandError
 from federation.run_config import RunConfig, Scalar
 
@@ -48,7 +48,7 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
     # Flower has no settings for these, but Ray also reads them from the environment.
     os.environ |= {"RAY_ADDRESS": address, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
     # Flower starts as many actors on each host as its CPUs and GPUs allow.
-    at_once, share = trains_at_once(config), gpus_of_actor(config, clients, hosts)
+    at_once, share = config.trains_at_once, gpus_of_actor(config, clients, hosts)
     cpus = max(math.ceil(host.cores / in_memory_of(config, host)) for host in hosts)
     each = (min(h.cores // cpus, h.gpus / share if share else h.cores) for h in hosts)
     # The last two are the size of Flower's thread pool on this host.
@@ -61,7 +61,7 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
 def gpus_of_actor(config: RunConfig, clients: int, hosts: Sequence[Machine]) -> float:
     """Return the number of GPUs per actor, which can't have GPUs of several hosts."""
     owned = [host.gpus for host in hosts if host.gpus]
-    if not trains_at_once(config):
+    if not config.trains_at_once:
         actors = len(owned) if config.model.devices == "all" else sum(owned)
         return min([gpus_of_each(actors, sum(owned)), *owned])
     share = min([gpus_of_each(clients, sum(owned)), *owned])

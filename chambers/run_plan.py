@@ -109,7 +109,7 @@ def _seconds(
     for train, test in parts:
         steps = steps_per_round(len(train), config.train) * config.rounds * config.sample
         rows = steps * config.train.batch_size * config.train.accumulation * (1 + evaluate.alone)
-        if config.strategy == "fedjudge-cl":
+        if config.method.penalty == "continual":
             rows += evaluations * min(config.continual.importance_examples, len(train))
         trained += rows / len(train) * _products(train, blocks, ends)
         evaluated += models * _products(test, blocks, ends)
@@ -146,7 +146,7 @@ def _speed(hidden: int) -> float:
 
 def _leaving(config: RunConfig, base: Path, trained: Sequence[list[Example]]) -> str:
     """Return a line with the bytes that leave a client in a round."""
-    if config.strategy == "fl-glm":
+    if config.method.is_split:
         width = {"float32": 4, "bfloat16": 2, "int8": 1}[config.split.wire_dtype]
         tokens = max(
             steps_per_round(len(rows), config.train) * _tokens(rows) / len(rows) for rows in trained
@@ -156,9 +156,8 @@ def _leaving(config: RunConfig, base: Path, trained: Sequence[list[Example]]) ->
         return f"leaving a client in a round: about {size / 2**20:.1f} MiB of hidden states"
     state, _ = initial_adapter(config.model.name, with_names(base, config.adapter), config.seed)
     size = 4 * sum(value.numel() for value in state.values())
-    has_importance = config.strategy == "fedjudge-cl" and config.continual.importance == "server"
-    what = "its adapter and J" if has_importance else "its adapter"
-    size *= 1 + has_importance
+    what = "its adapter and J" if config.averages_importance else "its adapter"
+    size *= 1 + config.averages_importance
     return f"leaving a client in a round: {size / 2**20:.1f} MiB ({what}), and metrics"
 
 

@@ -214,7 +214,7 @@ def _check_model(config: RunConfig) -> None:
     name = resolve(config.model.name)
     path = Path(name).expanduser()
     problem, blocks = None, None
-    if name == TINY and config.strategy == "fl-glm":
+    if name == TINY and config.method.is_split:
         from finetuning.model.tiny import TinyRecipe
 
         blocks = TinyRecipe.blocks
@@ -225,7 +225,7 @@ def _check_model(config: RunConfig) -> None:
         problem = "there is no such file or folder"
     if problem is not None:
         raise CommandError(f'model.name = "{name}": {problem}')
-    if config.strategy == "fl-glm" and blocks is not None:
+    if config.method.is_split and blocks is not None:
         problem = config.split.problem_with(blocks, name)
         if problem is not None:
             raise CommandError(problem)

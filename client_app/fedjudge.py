@@ -234,14 +234,24 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
 def _penalty(
     task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Penalty | None:
-    """Return FedProx's proximal term, the continual-learning penalty if J is available, or None.
-
-    Both penalties measure the distance from the global adapter.
-    """
+    """Return the method's penalty on the distance from the global adapter, or None."""
     names = exported_names(model.peft_model)
     anchor = {name: task.arrays[ARRAYS][names[name]] for name in parameters}
-    if task.config.strategy == "fedprox":
+    if task.config.method.penalty == "proximal":
         return ProximalPenalty(parameters, anchor, task.config.fedprox.mu)
+    if task.config.method.penalty == "continual":
+        return _continual(task, model, parameters, anchor)
+    return None
+
+
+def _continual(
+    task: Task,
+    model: WholeModel,
+    parameters: Mapping[str, torch.nn.Parameter],
+    anchor: Mapping[str, torch.Tensor],
+) -> Penalty | None:
+    """Return the continual-learning penalty (Eq. 3 and 4); None in round 1, without J."""
+    names = exported_names(model.peft_model)
     weights = task.arrays.get(IMPORTANCE)
     if task.instruction.importance:
         weights = _importance(model, task.institution, task.config)

@@ -128,7 +128,7 @@ def query(message: Message, context: Context, site: Site) -> Message:
 def train(message: Message, context: Context, site: Site) -> Message:
     """Train the global adapter on private data, and reply with the local adapter."""
     task = _task(message, context, site)
-    run = fl_glm.train if task.config.strategy == "fl-glm" else fedjudge.train
+    run = fl_glm.train if task.config.method.is_split else fedjudge.train
     adapter, metrics = run(task)
     return _reply(task, metrics, adapter)
 
@@ -138,7 +138,7 @@ def train(message: Message, context: Context, site: Site) -> Message:
 def evaluate(message: Message, context: Context, site: Site) -> Message:
     """Evaluate models on held-out data, and compute J if requested."""
     task = _task(message, context, site)
-    run = fl_glm.evaluate if task.config.strategy == "fl-glm" else fedjudge.evaluate
+    run = fl_glm.evaluate if task.config.method.is_split else fedjudge.evaluate
     result = run(task)
     reply = _reply(task, result.metrics, result.importance)
     if result.answers:

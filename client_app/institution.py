@@ -58,7 +58,7 @@ def base_model_of(config: RunConfig) -> tuple[Path, dict[str, str]]:
 
     Raise ``BaseModelError`` if the base model can't be found, or can't be split exactly.
     """
-    if config.strategy != "fl-glm":
+    if not config.method.is_split:
         directory = locate(config.model.name)
         return directory, fingerprint(directory)
     directory = locate_parts(config.model.name, config.split, PARTS)

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from federation.methods import METHODS, Method, StrategyName
 from finetuning.errors import UserError
 from finetuning.settings import (
     AdapterSettings,
@@ -30,7 +31,6 @@ from finetuning.settings import (
 from split.settings import SplitSettings
 
 Scalar = str | int | float | bool
-StrategyName = Literal["fedjudge-base", "fedjudge-cl", "fedprox", "fl-glm"]
 
 # Value of ``instruction-key`` that disables the signing of instructions in a deployment.
 UNSIGNED = "none"
@@ -43,14 +43,38 @@ class ConfigError(UserError, ValueError):
     """The run configuration is invalid; the message lists all unknown keys and invalid values."""
 
 
+class ServerSettings(Section):
+    """What the server does with the mean of the clients' adapters (Reddi et al., 2021)."""
+
+    update: Literal["mean", "momentum", "adam", "yogi"] = Field(
+        "mean",
+        description="`mean`: the mean is the global adapter (FedJudge Eq. 2). Otherwise, its "
+        "difference from the round's initial adapter is the gradient of FedAvgM (`momentum`), "
+        "FedAdam (`adam`) or FedYogi (`yogi`). Not for `fl-glm`.",
+    )
+    learning_rate: PositiveFloat = Field(
+        1.0,
+        description="Learning rate of `server.update`. `adam` and `yogi` move each weight by about "
+        "this much in a round, so they need a smaller one, such as 0.01.",
+    )
+    beta_1: float = Field(
+        0.9, ge=0, lt=1, description="Share of the momentum that remains in the next round."
+    )
+    beta_2: float = Field(
+        0.99,
+        ge=0,
+        lt=1,
+        description="The same for the second moment; only for `adam` and `yogi`.",
+    )
+
+
 class RunConfig(Section):
     """All settings of a run; most are grouped in sections, such as ``train``."""
 
     strategy: StrategyName = Field(
         "fedjudge-cl",
-        description="`fedjudge-base`: adapters are averaged (FedAvg). `fedjudge-cl`: also with the "
-        "continual-learning penalty. `fedprox`: with a proximal term instead. `fl-glm`: the server "
-        "runs the middle blocks.",
+        description="; ".join(f"`{name}`: {method.description}" for name, method in METHODS.items())
+        + ".",
     )
     rounds: int = Field(
         5,
@@ -150,6 +174,7 @@ class RunConfig(Section):
     train: TrainSettings = Field(default_factory=TrainSettings)
     continual: ContinualSettings = Field(default_factory=ContinualSettings)
     fedprox: FedProxSettings = Field(default_factory=FedProxSettings)
+    server: ServerSettings = Field(default_factory=ServerSettings)
     split: SplitSettings = Field(default_factory=SplitSettings)
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
 
@@ -187,34 +212,42 @@ class RunConfig(Section):
             raise ValueError(
                 f'data.partition = "{kind}" needs data.partition-field, the column with the label'
             )
-        mu = self.fedprox.mu
-        if self.strategy == "fedprox" and mu == 0:
+        return self
+
+    @model_validator(mode="after")
+    def _suits_the_method(self) -> "RunConfig":
+        values, usual = self.flat(), {key: field.default for key, field, _ in leaves(self)}
+        for key, example in self.method.needs.items():
+            if values[key] == usual[key]:
+                raise ValueError(f'strategy = "{self.strategy}" needs {key}, such as {example}')
+        for key, reason in self.method.forbids.items():
+            if values[key] != usual[key]:
+                raise ValueError(
+                    f'{key} = {values[key]} is not for strategy = "{self.strategy}": {reason}'
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _suits_the_server_update(self) -> "RunConfig":
+        server, usual = self.server, ServerSettings()
+        if server.update == "mean" and server != usual:
             raise ValueError(
-                'strategy = "fedprox" needs fedprox.mu > 0, such as 0.01; with 0, it would be '
-                'the same as "fedjudge-base"'
+                "server.learning-rate, server.beta-1 and server.beta-2 are not for server.update = "
+                '"mean"'
             )
-        if self.strategy != "fedprox" and mu > 0:
-            why = ": split training has no proximal term" if self.strategy == "fl-glm" else ""
+        if server.update in {"adam", "yogi"} and server.learning_rate == usual.learning_rate:
             raise ValueError(
-                f'fedprox.mu = {mu:g} is for strategy = "fedprox", not "{self.strategy}"{why}'
+                f'server.update = "{server.update}" needs a smaller server.learning-rate, such as '
+                "0.01"
             )
+        if server.update == "momentum" and server.beta_2 != usual.beta_2:
+            raise ValueError('server.beta-2 is not for server.update = "momentum"')
         return self
 
     @model_validator(mode="after")
     def _can_be_split(self) -> "RunConfig":
-        if self.strategy != "fl-glm":
+        if not self.method.is_split:
             return self
-        if self.model.devices == "all":
-            raise ValueError(
-                'model.devices = "all" needs the whole model at each client; strategy = "fl-glm" '
-                "splits it (see split.body-devices)"
-            )
-        if self.evaluate.alone:
-            raise ValueError(
-                'evaluate.alone needs the whole model at each client; strategy = "fl-glm" splits it'
-            )
-        if self.late_replies:
-            raise ValueError("late-replies is not for fl-glm: the server's part would be missing")
         if self.split.body_hosts and self.evaluate.generate:
             raise ValueError("with split.body-hosts, evaluate.generate must be false")
         if self.split.average_every and self.split.schedule != "hierarchical":
@@ -244,6 +277,27 @@ class RunConfig(Section):
                     "lower the other settings"
                 )
         return self
+
+    @property
+    def method(self) -> Method:
+        """What ``strategy`` means."""
+        return METHODS[self.strategy]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether one client trains after another."""
+        return self.method.is_split and self.split.schedule == "serial"
+
+    @property
+    def trains_at_once(self) -> bool:
+        """Whether clients wait for each other within a round, so that all must train at once."""
+        waits = self.split.schedule == "hierarchical" and self.split.average_every > 0
+        return self.method.is_split and (self.split.schedule == "client-batch" or waits)
+
+    @property
+    def averages_importance(self) -> bool:
+        """Whether the server averages the clients' importance J (FedJudge Eq. 3)."""
+        return self.method.penalty == "continual" and self.continual.importance == "server"
 
     @property
     def row(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from federation.run_config import StrategyName
+from federation.methods import StrategyName
 from finetuning.errors import UserError
 from finetuning.settings import Section
 

@@ -36,6 +36,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
         "adapter": checkpoint.state,
         "importance": progress.importance or {},
         "optimizers": progress.optimizers or {},
+        "update": progress.update or {},
     }
     tensors = {f"{group}.{k}": value for group in groups for k, value in groups[group].items()}
     others = {"progress", "state", *groups}
@@ -68,6 +69,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
             **fields,
             importance=_with_prefix(tensors, "importance.") or None,
             optimizers=_with_prefix(tensors, "optimizers.") or None,
+            update=_with_prefix(tensors, "update.") or None,
         )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{newest} can't be read: {error}") from error

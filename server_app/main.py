@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from federation.agreed_rows import agreed_rows_of
 from federation.authentication import signer_of
 from federation.messages import to_arrays
+from federation.methods import StrategyName
 from federation.run_config import ConfigError, RunConfig, parse_run_config
 from federation.run_folder import (
     METRICS,
@@ -34,16 +35,18 @@ from finetuning.randomness import derive_seed
 from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
-from strategies.fedjudge import FedJudgeBase, FedJudgeCL
+from strategies.fedjudge import FedJudgeBase, FedJudgeCL, FedProx
 from strategies.fl_glm import FLGLM
 from strategies.journal import Progress
+from strategies.rounds import Rounds
 
 app = ServerApp()
 
-STRATEGIES = {
+# The class of each method in federation/methods.py.
+STRATEGIES: dict[StrategyName, type[Rounds]] = {
     "fedjudge-base": FedJudgeBase,
     "fedjudge-cl": FedJudgeCL,
-    "fedprox": FedJudgeBase,
+    "fedprox": FedProx,
     "fl-glm": FLGLM,
 }
 

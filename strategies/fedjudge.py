@@ -1,6 +1,6 @@
 """FedJudge: federated LoRA with weighted averaging, with or without a continual-learning penalty.
 
-FedProx (Li et al., 2020) differs from FedJudge-Base only in the clients' loss.
+FedProx has the same server.
 """
 
 from collections.abc import Iterable
@@ -20,6 +20,10 @@ from strategies.rounds import Rounds
 
 class FedJudgeBase(Rounds):
     """FedJudge-Base: clients minimise Eq. 1; the server averages adapters by data size (Eq. 2)."""
+
+
+class FedProx(FedJudgeBase):
+    """FedProx (Li et al., 2020): as FedJudge-Base, but clients add a proximal term to the loss."""
 
 
 class FedJudgeCL(FedJudgeBase):

@@ -172,7 +172,7 @@ class FLGLM(Rounds):
         In training, the serial schedule waits for each reply before it sends the next message, and
         ends a late client's lane, so that this client can't delay the next one.
         """
-        serial = training and self.config.split.schedule == "serial"
+        serial = training and self.config.takes_turns
         for group in ([message] for message in messages) if serial else [messages]:
             if serial:
                 self._status.extend(timeout)

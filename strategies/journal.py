@@ -34,7 +34,8 @@ class Progress:
     finished_rounds: int = 0  # rounds whose adapters have been averaged
     evaluated: bool = False  # whether the current global adapter has been evaluated
     importance: State | None = None  # J at the current global adapter, if it has been computed
-    optimizers: State | None = None  # states of the server's optimizers, if any
+    optimizers: State | None = None  # states of the block server's optimizers, if any
+    update: State | None = None  # state of ``server.update``, if any
 
 
 class Journal(Protocol):

@@ -221,8 +221,7 @@ class Participants:
         if message_type == MessageType.TRAIN and self._config.late_replies:
             ttl *= 2  # the reply can arrive until the end of the evaluation
         nodes = [p.node_id for p in prepared]
-        is_serial = self._config.strategy == "fl-glm" and self._config.split.schedule == "serial"
-        is_shuffled = is_serial and self._config.split.order == "shuffled"
+        is_shuffled = self._config.takes_turns and self._config.split.order == "shuffled"
         if message_type == MessageType.TRAIN and is_shuffled:
             Random(derive_seed("order", self._config.seed, draw)).shuffle(nodes)
         return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)

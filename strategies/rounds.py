@@ -33,6 +33,7 @@ from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import Journal, LiveStatus, Progress, reasons, record_scaled
 from strategies.participants import Participants
 from strategies.replies import Replies
+from strategies.server_update import server_update
 
 # Time to wait for the rest of a late reply that is being pulled.
 _LATE_SECONDS = 60.0
@@ -68,6 +69,8 @@ class Rounds(Strategy):
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
         self._participants = Participants(config, queried, fingerprint, signer, agreed)
+        self._update = server_update(config.server)
+        self._update_state: State = {}  # from before the round, as the reference is
         self._reference = ArrayRecord()
         # The averaged clients' data sizes and, with ``late-replies``, the messages to the others.
         self._sizes: dict[str, int] = {}
@@ -134,7 +137,7 @@ class Rounds(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Create a train message with the global adapter for every client of the round."""
-        self._reference = arrays
+        self._reference, self._update_state = arrays, self.progress.update or {}
         refused = self._participants.register_newcomers(grid, server_round - 1)
         if refused:
             event = {"event": "refused", "round": server_round}
@@ -177,24 +180,50 @@ class Rounds(Strategy):
             saved = None if name in new.metrics else self._journal.personalised(name)
             return saved[1] if saved else new.state(name)
 
-        reference = from_arrays(self._reference)
         sizes = self._sizes | {name: metrics[SIZE] for name, metrics in new.metrics.items()}
         self._sizes = dict(sorted(sizes.items()))
         counted = self._counted(self._sizes)
+        factors = self._update_factors(state_of)
+        self._record_caps(server_round, counted, factors)
+        mean = self._weighted_mean(state_of, counted, factors)
+        self._keep_personalised(server_round, new)
+        self._average(counted)
+        log(INFO, "Averaged the adapters of %s", ", ".join(self._sizes))
+        updated, state = self._update.apply(from_arrays(self._reference), mean, self._update_state)
+        self.progress = replace(self.progress, update=state or None)
+        return to_arrays(updated)
+
+    def _update_factors(self, state_of: Callable[[str], State]) -> dict[str, float]:
+        """Return the factor that shortens each client's update to its cap; 1.0 up to the cap."""
+        reference = from_arrays(self._reference)
         distances = {name: distance(state_of(name), reference) for name in self._sizes}
-        factors = update_factors(distances, self._caps(self._sizes))
+        return update_factors(distances, self._caps(self._sizes))
+
+    def _record_caps(
+        self, server_round: int, counted: Mapping[str, int], factors: Mapping[str, float]
+    ) -> None:
+        """Record the clients whose updates or data sizes are capped."""
         shares = {name: counted[name] / size for name, size in self._sizes.items()}
         record_scaled(self._journal, server_round, "update", factors)
         record_scaled(self._journal, server_round, "data size", shares)
-        mean = WeightedMean()
+
+    def _weighted_mean(
+        self,
+        state_of: Callable[[str], State],
+        counted: Mapping[str, int],
+        factors: Mapping[str, float],
+    ) -> State:
+        """Return the mean of the clients' adapters, weighted by data size (Eq. 2)."""
+        reference, mean = from_arrays(self._reference), WeightedMean()
         for name, factor in factors.items():
             mean.add(scaled(state_of(name), reference, factor), counted[name])
+        return mean.result()
+
+    def _keep_personalised(self, server_round: int, new: Replies) -> None:
+        """Save the adapters of new replies as the clients' personalised adapters."""
         for name in new.metrics:
             personalised = self._personalised(name, new)
             self._journal.keep_personalised(name, personalised, server_round, self._sizes[name])
-        self._average(counted)
-        log(INFO, "Averaged the adapters of %s", ", ".join(self._sizes))
-        return to_arrays(mean.result())
 
     def _average_again(self, server_round: int) -> ArrayRecord | None:
         """Repeat the average with any late replies, as if they had been in time, or return None."""

@@ -45,9 +45,9 @@ def test_a_larger_mu_keeps_local_adapters_nearer_and_a_tiny_one_is_fedavg(values
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"strategy": "fedprox"}, "needs fedprox.mu > 0"),
-        ({"strategy": "fl-glm", "fedprox.mu": 0.1}, "split training has no proximal term"),
-        ({"strategy": "fedjudge-cl", "fedprox.mu": 0.1}, 'not "fedjudge-cl"'),
+        ({"strategy": "fedprox"}, "needs fedprox.mu, such as 0.01"),
+        ({"strategy": "fl-glm", "fedprox.mu": 0.1}, 'not for strategy = "fl-glm"'),
+        ({"strategy": "fedjudge-cl", "fedprox.mu": 0.1}, 'not for strategy = "fedjudge-cl"'),
         ({"strategy": "fedprox", "fedprox.mu": -1.0}, "fedprox.mu = -1.0"),
     ],
 )

@@ -179,5 +179,5 @@ def test_a_late_reply_that_no_checkpoint_has_is_forgotten(settings, tmp_path):
 
 
 def test_split_learning_refuses_late_replies(settings):
-    with pytest.raises(ConfigError, match="late-replies is not for fl-glm"):
+    with pytest.raises(ConfigError, match='late-replies = True is not for strategy = "fl-glm"'):
         parse_run_config(settings | {"strategy": "fl-glm"})
