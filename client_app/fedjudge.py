@@ -13,9 +13,9 @@ from flwr.common import log
 from client_app.evaluation import Evaluation, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
-from client_app.state import ClientState, Draw
+from client_app.state import ClientState, PrivateRound
 from client_app.task import Metrics, Task, training_metrics
-from client_app.unfinished_round import UnfinishedRound, drawing
+from client_app.unfinished_round import UnfinishedRound, private_round
 from federation.messages import ARRAYS, IMPORTANCE
 from federation.run_config import RunConfig
 from finetuning.adapters.adapter import (
@@ -53,21 +53,21 @@ def train(task: Task) -> tuple[State, Metrics]:
 
     Return the local adapter, and the round's metrics.
     """
-    with drawing(task) if task.site.privacy else nullcontext() as draw:
-        return _train(task, draw)
+    with private_round(task) if task.site.privacy else nullcontext() as private:
+        return _train(task, private)
 
 
-def _train(task: Task, draw: Draw | None) -> tuple[State, Metrics]:
+def _train(task: Task, private: PrivateRound | None) -> tuple[State, Metrics]:
     model, _ = _model_of(task)
     model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
     parameters = trainable_parameters(model.peft_model)
     penalty = _penalty(task, model, parameters)
     optimizer_state = task.saved_optimizer()
-    unfinished = UnfinishedRound(task, draw["id"] if draw else "")
+    unfinished = UnfinishedRound(task, private.id if private else "")
     stages: Stages = model
-    if draw:
-        local_round, stages = _privately(task=task, draw=draw, model=model, parameters=parameters)
+    if private:
+        local_round, stages = _privately(task, private, model, parameters)
     else:
         local_round = task.local_round()
     report, optimizer = train_round(
@@ -168,7 +168,10 @@ def evaluate(task: Task) -> Evaluation:
 
 
 def _privately(
-    task: Task, draw: Draw, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
+    task: Task,
+    private: PrivateRound,
+    model: WholeModel,
+    parameters: Mapping[str, torch.nn.Parameter],
 ) -> tuple[LocalRound, Stages]:
     """Return the steps and stages of a differentially private round; record its ε if it is new.
 
@@ -180,8 +183,8 @@ def _privately(
     # Fail before spending ε if the computation is impossible.
     task.steps(institution.size)
     model.row_gradients(collate(_TRIAL, institution.padding))
-    spent = task.site.spend(task.config, institution, draw["id"])
-    source = partial(secret_stream, bytes.fromhex(draw["key"]))
+    spent = task.site.spend(task.config, institution, private.id)
+    source = partial(secret_stream, bytes.fromhex(private.key))
     local_round = LocalRound(
         steps=poisson_steps(
             count=len(institution.train),

@@ -66,9 +66,10 @@ class Site:
     def check_budget(self, config: RunConfig, institution: Institution, finished: int) -> None:
         """Raise ``PolicyError`` if the policy's ε doesn't suffice for a run's remaining rounds."""
         if self.policy and self.privacy:
-            draw = ClientState(config.state_path, self.about["run"], institution.name).draw()
-            is_paid = draw.get("round") == finished + 1 and self.has_spent(draw["id"])
-            rounds = config.rounds - finished - is_paid
+            state = ClientState(config.state_path, self.about["run"], institution.name)
+            begun = state.private_round()
+            is_paid = begun and begun.round == finished + 1 and self.has_spent(begun.id)
+            rounds = config.rounds - finished - bool(is_paid)
             steps = private_steps(self.privacy, config.train, institution.size, rounds)
             PrivacyAccount(self.policy).check(steps)
 

@@ -7,8 +7,10 @@ from the previous one. The last round whose adapter the server averaged is kept,
 """
 
 import json
+import secrets
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 from safetensors.torch import load_file, save_file
@@ -18,7 +20,15 @@ from finetuning.files import remove_unfinished, remove_whole, replacing
 
 _KEPT_ROUNDS = 2
 
-Draw = dict[str, Any]  # the secret key of a private round, see ``unfinished_round``
+
+@dataclass(frozen=True)
+class PrivateRound:
+    """A differentially private round, whose secret key determines its rows and noise."""
+
+    inputs: str  # digest of all else that determines the result, see ``unfinished_round``
+    round: int
+    id: str = field(default_factory=partial(secrets.token_hex, 16))
+    key: str = field(default_factory=partial(secrets.token_hex, 32), repr=False)  # hexadecimal
 
 
 class ClientState:
@@ -27,14 +37,14 @@ class ClientState:
     def __init__(self, state_path: str, lineage: str, client: str) -> None:
         root = Path(state_path or platformdirs.user_state_path("chambers")).expanduser()
         self.directory = root / lineage / client
-        self.draw_file = self.directory / "private-round.json"
+        self.private_round_file = self.directory / "private-round.json"
 
-    def draw(self) -> Draw:
-        """Return the secret key of the unfinished private round, or nothing."""
+    def private_round(self) -> PrivateRound | None:
+        """Return the unfinished private round, if there is one."""
         try:
-            return dict(json.loads(self.draw_file.read_bytes()))
+            return PrivateRound(**json.loads(self.private_round_file.read_bytes()))
         except (OSError, ValueError, TypeError):
-            return {}
+            return None
 
     def save(
         self, round_number: int, adapter: State, optimizer: State, counted: int | None = None

@@ -19,7 +19,6 @@ The key is as confidential as the rows: with it, the noise could be subtracted f
 
 import hashlib
 import json
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
 from client_app.code_digest import code_digest
-from client_app.state import Draw
+from client_app.state import PrivateRound
 from client_app.task import Task
 from federation.site_policy import PolicyError
 from finetuning.adapters.adapter import State
@@ -126,12 +125,12 @@ def inputs_of(task: Task) -> str:
 
 
 @contextmanager
-def drawing(task: Task) -> Iterator[Draw]:
-    """Yield the key of a new or continued round; remove it when the round's adapter is complete.
+def private_round(task: Task) -> Iterator[PrivateRound]:
+    """Yield a new or continued private round; remove its key when the adapter is complete.
 
     Raise ``PolicyError`` if another process trains a private round of the same run.
     """
-    file, inputs = task.state.draw_file, inputs_of(task)
+    file, inputs = task.state.private_round_file, inputs_of(task)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(f"{file}.lock", mode=0o600).acquire(timeout=0)
@@ -140,10 +139,9 @@ def drawing(task: Task) -> Iterator[Draw]:
             "another process trains a private round of this run; repeat the round when it has ended"
         ) from error
     with lock:
-        draw = task.state.draw()
-        if draw.get("inputs") != inputs or not task.site.has_spent(draw["id"]):
-            draw = {"inputs": inputs, "round": task.instruction.round}
-            draw |= {"id": secrets.token_hex(16), "key": secrets.token_hex(32)}
-            write_secret(file, json.dumps(draw).encode())
-        yield draw
+        begun = task.state.private_round()
+        if begun is None or begun.inputs != inputs or not task.site.has_spent(begun.id):
+            begun = PrivateRound(inputs, task.instruction.round)
+            write_secret(file, json.dumps(asdict(begun)).encode())
+        yield begun
         file.unlink()
