@@ -1,6 +1,6 @@
 """The numbers of training rows that the coordinator has agreed on with institutions.
 
-In averages, an institution counts with at most this number (docs/robustness.md). The numbers are in
+In averages, an institution counts with at most this number (docs/security.md). The numbers are in
 a file on the coordinator's machine, which ``chambers site admit`` writes.
 """
 

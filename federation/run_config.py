@@ -109,7 +109,7 @@ class RunConfig(Section):
         le=1,
         description="Maximum share of a client in averages (by data size) over two or more "
         "clients. Larger shares are reduced, and the log names the client. 1: no maximum. In "
-        "deployments, [agreed data sizes](robustness.md) are the first limit.",
+        "deployments, [agreed data sizes](security.md#caps-on-averages) are the first limit.",
     )
     max_distance: float = Field(
         0.0,
@@ -117,7 +117,7 @@ class RunConfig(Section):
         description="Maximum distance of a client's adapter from the round's initial adapter, as a "
         "multiple of the clients' median. Larger updates are shortened, and the log names the "
         "client. 0: 3 with `train.local-steps`, otherwise 10. Lower values "
-        "make it harder to plant a [backdoor](robustness.md).",
+        "make it harder to plant a [backdoor](security.md#caps-on-averages).",
     )
     node_timeout: PositiveFloat = Field(
         120.0,

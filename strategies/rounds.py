@@ -354,7 +354,7 @@ class Rounds(Strategy):
         return replies.file(client)
 
     def _counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the data sizes to use as weights in averages, limited as in robustness.md."""
+        """Return the data sizes to use as weights in averages, limited as in docs/security.md."""
         return counted_sizes(
             believed_sizes(sizes, self._participants.agreed), self.config.max_share
         )

@@ -1,4 +1,4 @@
-"""Robust aggregation: caps that limit a single client's influence (docs/robustness.md).
+"""Robust aggregation: caps that limit a single client's influence (docs/security.md).
 
 Each cap is relative to the median of the other clients' values; if their number is even, the upper
 of the two middle values is used. With three or more clients, a single client can therefore neither
@@ -18,13 +18,13 @@ import torch
 from finetuning.adapters.adapter import State
 
 # Maximum ratio of an update's norm to the median norm, and the same if all clients take equally
-# many steps. The norms of honest clients then differ by a factor below 2 (docs/robustness.md); with
+# many steps. The norms of honest clients then differ by a factor below 2 (docs/security.md); with
 # Adam, a norm grows at most linearly with the steps.
 MAX_DISTANCE, MAX_DISTANCE_EQUAL_STEPS = 10.0, 3.0
 # Maximum ratio of a data size that nobody has agreed on to the median data size.
 MAX_SIZE = 3.0
 # Ratio to the typical value above which importance J is excessive, and maximum ratio of the sum of
-# a client's excess to the sum of the rest. Honest clients reach 0.043 (docs/robustness.md).
+# a client's excess to the sum of the rest. Honest clients with generated data reached 0.043.
 _MAX_IMPORTANCE = 5.0
 _MAX_ABOVE = 0.1
 

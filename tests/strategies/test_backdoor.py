@@ -2,7 +2,7 @@
 
 The attacker knows the initial adapter and what an honest client would send, and chooses the update,
 within its cap, after which the average that it expects gives the answer. These are the figures in
-docs/robustness.md.
+docs/security.md.
 """
 
 import math
