@@ -7,7 +7,7 @@ export CHAMBERS_CACHE ?= $(CURDIR)/.chambers/cache
 # Tests start hundreds of processes: without Python's cache of compiled files, each compiles the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo deployment test test-slow test-accelerator test-all lint clean
+.PHONY: demo deployment test test-slow test-accelerator test-containers test-all lint clean
 
 # ARGS are settings of the run, such as: rounds=2 strategy="fl-glm"
 demo: PRESET = presets/demo$(if $(findstring fl-glm,$(ARGS)),-split).toml
@@ -35,6 +35,10 @@ test-slow: $(VENV)/installed
 ACCELERATOR = $(BIN)/python -m pytest -p tests.accelerator.plugin tests/accelerator
 test-accelerator: $(VENV)/installed
 	$(ACCELERATOR) -m "not nightly"
+
+# Skipped where Docker can't be started.
+test-containers: $(VENV)/installed
+	$(BIN)/python -m pytest tests/deployment/test_containers.py
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not accelerator" -n $(WORKERS) --dist worksteal $(PYTEST)
