@@ -67,7 +67,9 @@ class FedJudgeCL(FedJudgeBase):
             raise TooFewClientsError(
                 f"no client computed the importance of the weights after round {server_round}"
             )
-        counted = self._counted({name: metrics[SIZE] for name, metrics in replies.metrics.items()})
+        counted = self._averaging.counted(
+            {name: metrics[SIZE] for name, metrics in replies.metrics.items()}
+        )
         cap = ImportanceCap()
         for _, values in replies.tensors():
             cap.add(values)

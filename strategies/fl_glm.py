@@ -93,7 +93,8 @@ class FLGLM(Rounds):
             self._server.rotate_keys()
         seed = derive_seed("stack", self.config.seed, server_round)
         asked = self._participants.asked
-        self._server.begin_round(self._counted(asked), seed, from_arrays(arrays), self._caps(asked))
+        counted, caps = self._averaging.counted(asked), self._averaging.caps(asked)
+        self._server.begin_round(counted, seed, from_arrays(arrays), caps)
         self._ends = {}
         for message in messages:
             client = self._participants.recipient_of(message)
@@ -211,7 +212,7 @@ class FLGLM(Rounds):
     def _personalised(self, client: str, replies: Replies) -> State:
         return join_adapters([replies.state(client), self._server.state_of(client)])
 
-    def _average(self, weights: Mapping[str, int]) -> None:
+    def _average_at_server(self, weights: Mapping[str, int]) -> None:
         self._body = self._server.end_round(weights)
         number = self.progress.finished_rounds + 1
         record_scaled(self._journal, number, "update at the server", self._server.scaled)

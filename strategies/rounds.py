@@ -16,24 +16,13 @@ from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
-from finetuning.adapters.robust_aggregation import (
-    MAX_DISTANCE,
-    MAX_DISTANCE_EQUAL_STEPS,
-    believed_sizes,
-    counted_sizes,
-    distance,
-    scaled,
-    update_caps,
-    update_factors,
-)
-from finetuning.adapters.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest
+from strategies.averaging import Averaging
 from strategies.exchange import Unanswered, exchange, turns
-from strategies.journal import Journal, LiveStatus, Progress, reasons, record_scaled
+from strategies.journal import Journal, LiveStatus, Progress, reasons
 from strategies.participants import Participants
 from strategies.replies import Replies
-from strategies.server_update import server_update
 
 # Time to wait for the rest of a late reply that is being pulled.
 _LATE_SECONDS = 60.0
@@ -69,7 +58,7 @@ class Rounds(Strategy):
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
         self._participants = Participants(config, queried, fingerprint, signer, agreed)
-        self._update = server_update(config.server)
+        self._averaging = Averaging(config, self._participants, journal)
         self._update_state: State = {}  # from before the round, as the reference is
         self._reference = ArrayRecord()
         # The averaged clients' data sizes and, with ``late-replies``, the messages to the others.
@@ -171,9 +160,9 @@ class Rounds(Strategy):
             collected.require_enough(f"round {server_round}", self.config.min_nodes)
             collected.record_training(self._journal, server_round)
             self._sizes = {}
-            return self._mean(server_round, collected), None
+            return self._average(server_round, collected), None
 
-    def _mean(self, server_round: int, new: Replies) -> ArrayRecord:
+    def _average(self, server_round: int, new: Replies) -> ArrayRecord:
         """Average the adapters of new replies and of the round's earlier replies, if any."""
 
         def state_of(name: str) -> State:
@@ -182,48 +171,20 @@ class Rounds(Strategy):
 
         sizes = self._sizes | {name: metrics[SIZE] for name, metrics in new.metrics.items()}
         self._sizes = dict(sorted(sizes.items()))
-        counted = self._counted(self._sizes)
-        factors = self._update_factors(state_of)
-        self._record_caps(server_round, counted, factors)
-        mean = self._weighted_mean(state_of, counted, factors)
-        self._keep_personalised(server_round, new)
-        self._average(counted)
-        log(INFO, "Averaged the adapters of %s", ", ".join(self._sizes))
-        updated, state = self._update.apply(from_arrays(self._reference), mean, self._update_state)
-        self.progress = replace(self.progress, update=state or None)
-        return to_arrays(updated)
-
-    def _update_factors(self, state_of: Callable[[str], State]) -> dict[str, float]:
-        """Return the factor that shortens each client's update to its cap; 1.0 up to the cap."""
-        reference = from_arrays(self._reference)
-        distances = {name: distance(state_of(name), reference) for name in self._sizes}
-        return update_factors(distances, self._caps(self._sizes))
-
-    def _record_caps(
-        self, server_round: int, counted: Mapping[str, int], factors: Mapping[str, float]
-    ) -> None:
-        """Record the clients whose updates or data sizes are capped."""
-        shares = {name: counted[name] / size for name, size in self._sizes.items()}
-        record_scaled(self._journal, server_round, "update", factors)
-        record_scaled(self._journal, server_round, "data size", shares)
-
-    def _weighted_mean(
-        self,
-        state_of: Callable[[str], State],
-        counted: Mapping[str, int],
-        factors: Mapping[str, float],
-    ) -> State:
-        """Return the mean of the clients' adapters, weighted by data size (Eq. 2)."""
-        reference, mean = from_arrays(self._reference), WeightedMean()
-        for name, factor in factors.items():
-            mean.add(scaled(state_of(name), reference, factor), counted[name])
-        return mean.result()
-
-    def _keep_personalised(self, server_round: int, new: Replies) -> None:
-        """Save the adapters of new replies as the clients' personalised adapters."""
+        updated, state = self._averaging.average(
+            round_number=server_round,
+            sizes=self._sizes,
+            state_of=state_of,
+            reference=from_arrays(self._reference),
+            update_state=self._update_state,
+        )
         for name in new.metrics:
             personalised = self._personalised(name, new)
             self._journal.keep_personalised(name, personalised, server_round, self._sizes[name])
+        self.progress = replace(self.progress, update=state or None)
+        self._average_at_server(self._averaging.counted(self._sizes))
+        log(INFO, "Averaged the adapters of %s", ", ".join(self._sizes))
+        return to_arrays(updated)
 
     def _average_again(self, server_round: int) -> ArrayRecord | None:
         """Repeat the average with any late replies, as if they had been in time, or return None."""
@@ -238,7 +199,7 @@ class Rounds(Strategy):
             event = {"event": "late", "round": server_round, "clients": list(late.metrics)}
             self._journal.record({**event, "participants": sorted({*self._sizes, *late.metrics})})
             late.record_training(self._journal, server_round)
-            return self._mean(server_round, late)
+            return self._average(server_round, late)
 
     def _collect(
         self,
@@ -353,19 +314,7 @@ class Rounds(Strategy):
         """Return the adapter of a valid reply for the whole model, or a file with it to move."""
         return replies.file(client)
 
-    def _counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the data sizes to use as weights in averages, limited as in docs/security.md."""
-        return counted_sizes(
-            believed_sizes(sizes, self._participants.agreed), self.config.max_share
-        )
-
-    def _caps(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """Return each client's largest distance, as a multiple of the clients' median."""
-        usual = MAX_DISTANCE_EQUAL_STEPS if self.config.train.local_steps else MAX_DISTANCE
-        most = self.config.max_distance or usual
-        return update_caps(sizes, self._participants.agreed, most)
-
-    def _average(self, weights: Mapping[str, int]) -> None:
+    def _average_at_server(self, weights: Mapping[str, int]) -> None:
         """Average the adapters that are at the server; the default does nothing."""
 
     def _use_importance(self, replies: Replies) -> None:

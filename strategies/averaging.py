@@ -1,0 +1,94 @@
+"""How the server averages adapters: by data size, with caps, then the server's update."""
+
+from collections.abc import Callable, Mapping
+
+from federation.messages import State
+from federation.run_config import RunConfig
+from finetuning.adapters.robust_aggregation import (
+    MAX_DISTANCE,
+    MAX_DISTANCE_EQUAL_STEPS,
+    believed_sizes,
+    counted_sizes,
+    distance,
+    scaled,
+    update_caps,
+    update_factors,
+)
+from finetuning.adapters.weighted_mean import WeightedMean
+from strategies.journal import Journal, record_scaled
+from strategies.participants import Participants
+from strategies.server_update import server_update
+
+StateOf = Callable[[str], State]  # returns a client's adapter, given its name
+
+
+class Averaging:
+    """Averages a round's adapters, within the caps of docs/security.md#caps-on-averages."""
+
+    def __init__(self, config: RunConfig, participants: Participants, journal: Journal) -> None:
+        self._config = config
+        self._participants = participants
+        self._journal = journal
+        self._update = server_update(config.server)
+
+    def average(
+        self,
+        round_number: int,
+        sizes: Mapping[str, int],
+        state_of: StateOf,
+        reference: State,
+        update_state: State,
+    ) -> tuple[State, State]:
+        """Return the global adapter after a round, and the next state of ``server.update``.
+
+        ``sizes`` are the clients' data sizes, ``reference`` is the round's initial adapter, and
+        ``update_state`` the state of ``server.update`` from before the round.
+        """
+        counted = self.counted(sizes)
+        factors = self._factors(sizes, state_of, reference)
+        self._record(round_number, sizes, counted, factors)
+        mean = self._mean(counted, factors, state_of, reference)
+        return self._update.apply(reference, mean, update_state)
+
+    def counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the data sizes to use as weights, limited by agreements and ``max-share``."""
+        believed = believed_sizes(sizes, self._participants.agreed)
+        return counted_sizes(believed, self._config.max_share)
+
+    def caps(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """Return each client's largest distance, as a multiple of the clients' median."""
+        usual = MAX_DISTANCE_EQUAL_STEPS if self._config.train.local_steps else MAX_DISTANCE
+        most = self._config.max_distance or usual
+        return update_caps(sizes, self._participants.agreed, most)
+
+    def _factors(
+        self, sizes: Mapping[str, int], state_of: StateOf, reference: State
+    ) -> dict[str, float]:
+        """Return the factor that shortens each client's update to its cap; 1.0 up to the cap."""
+        distances = {name: distance(state_of(name), reference) for name in sizes}
+        return update_factors(distances, self.caps(sizes))
+
+    def _record(
+        self,
+        round_number: int,
+        sizes: Mapping[str, int],
+        counted: Mapping[str, int],
+        factors: Mapping[str, float],
+    ) -> None:
+        """Record the clients whose updates or data sizes are capped."""
+        shares = {name: counted[name] / size for name, size in sizes.items()}
+        record_scaled(self._journal, round_number, "update", factors)
+        record_scaled(self._journal, round_number, "data size", shares)
+
+    def _mean(
+        self,
+        counted: Mapping[str, int],
+        factors: Mapping[str, float],
+        state_of: StateOf,
+        reference: State,
+    ) -> State:
+        """Return the mean of the clients' adapters, weighted by data size (FedJudge Eq. 2)."""
+        mean = WeightedMean()
+        for name, factor in factors.items():
+            mean.add(scaled(state_of(name), reference, factor), counted[name])
+        return mean.result()
