@@ -9,19 +9,24 @@ import pytest
 from chambers.__main__ import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
+    ROOT / "tests" / "formal" / "README.md",
+]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tests_and_modules_that_are_named_exist(page):
     text = page.read_text()
-    for path in re.findall(r"(?<![\w/])tests/[\w/]*(?:\.(?:py|cpp))?", text):
+    for path in re.findall(r"(?<![\w/])tests/[\w/]*(?:\.(?:py|cpp|md))?", text):
         assert (ROOT / path).exists(), path
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = page.read_text()
     for link, section in re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", text):
