@@ -46,7 +46,7 @@ def test_the_readme_is_short_and_names_every_page_and_command(capsys):
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 1000
     pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
-    assert pages - set(re.findall(r"\]\(([^)#]+)\)", text)) == {"docs/flower-issue.md"}
+    assert pages <= set(re.findall(r"\]\(([^)#]+)", text))
     assert main(["--help"]) == 0
     commands = capsys.readouterr().out.partition("Commands:")[2]
     for command in re.findall(r"^  (\w+)  ", commands, flags=re.MULTILINE):
