@@ -1,4 +1,4 @@
-"""The formal model of the lane proves the statements in docs/formal.md."""
+"""The formal model of the lane proves the statements in README.md."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.formal.check import holds, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "formal.md"
+PAGE = Path(__file__).with_name("README.md")
 
 pytestmark = pytest.mark.skipif(not shutil.which("eprover"), reason="eprover is not installed")
 
