@@ -59,13 +59,16 @@ def describe_run(config: RunConfig, clients: int, data: Sequence[ClientData]) ->
 
 
 def describe_time(config: RunConfig, clients: int, data: Sequence[ClientData]) -> str:
-    """Return a line with the time that a run will take.
+    """Return a line with the time that a run will take, and the rows' length, which explains it.
 
     ``data`` has the rows of the first clients. Raise ``CommandError`` if this machine can't
     simulate the run.
     """
     base = locate_description(config.model.name)
-    return _time(config, clients, base, _tokenize(config, base, data)[0], this_machine())
+    parts, _ = _tokenize(config, base, data)
+    rows = [example for train, _ in parts for example in train]
+    line = _time(config, clients, base, parts, this_machine())
+    return f"{line}; training rows have {_tokens(rows) / len(rows):.0f} tokens on average"
 
 
 def _tokenize(config: RunConfig, base: Path, data: Sequence[ClientData]) -> tuple[Parts, list[int]]:

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chambers.app_folder import presets
+from chambers.run_plan import describe_time
 from chambers.settings import app_config, read_settings
 from chambers.steps import describe_steps, read_clients, suited
 from federation.run_config import parse_run_config
@@ -59,6 +60,10 @@ def test_a_plan_is_printed_and_nothing_is_trained(
         "gamma: 8 training rows",
     ]
     assert seconds.startswith("time: about ")
+    config = parse_run_config(app_config() | read_settings(["own-rows", *own]))
+    line = describe_time(config, 3, read_clients(config, 3))
+    tokens = sum(int(client.split()[5]) for client in clients) / (24 + 12 + 8)
+    assert line.startswith("time: about ") and f"{tokens:.0f} tokens on average" in line
     settings = with_names(checkpoint, config_for({"alpha": 24}).adapter)
     weights = sum(v.numel() for v in initial_adapter(str(checkpoint), settings, 0)[0].values())
     assert f" {4 * weights / 2**20:.1f} MiB (its adapter)" in bytes_sent
