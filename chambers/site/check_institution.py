@@ -180,7 +180,7 @@ def _worker(socket: str) -> str:
     except WorkerError as error:
         raise CommandError(
             f"the worker at {socket} {error}; until that is corrected, each message's process "
-            "loads the model itself (docs/worker.md)"
+            "loads the model itself (docs/operations.md)"
         ) from error
 
 

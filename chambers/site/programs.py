@@ -131,8 +131,13 @@ class Worker:
 
     Without a worker, each message starts a process that loads model and data again. FOLDER is the
     institution's, by default the current one; its site.toml must name the worker's socket. Don't
-    share the socket's folder with other sites. docs/worker.md describes when a running worker isn't
-    used.
+    share the socket's folder with other sites. docs/operations.md describes when a running worker
+    isn't used.
+
+    With --allow-uid, the socket's folder must belong to the worker's user and a group of both
+    users, and have the set-group-id bit (chmod 2770); the site file and the policy must belong to
+    root. The policy must set audit-log and privacy.account, whose defaults depend on HOME. The
+    institution is left out when the worker isn't running: only its user can write the audit log.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     folder: Annotated[Path, argument("[FOLDER]")] = Path()

@@ -30,8 +30,12 @@ def results(running: Deployment) -> Path:
     return max(runs.iterdir(), key=lambda folder: folder.stat().st_mtime)
 
 
+def contains(said: str, text: str) -> None:
+    """Check that ``said``, whose lines may be wrapped in a frame, contains a text."""
+    assert text in " ".join(said.replace("│", " ").split()), said
+
+
 def explained(said: str, text: str) -> None:
     """Check that ``said`` contains a text, and that docs/deployment.md has a section about it."""
-    seen = " ".join(said.replace("│", " ").split())
-    assert text in seen, said
+    contains(said, text)
     assert f"### `{text}`" in PAGE

@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import write_checkpoint, write_rows
-from tests.deployment.conftest import PAGE
 from tests.deployment.deployment import CHECKOUT
 from tests.deployment.engine import make_bases, missing, running_engine
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
-SECTION = PAGE.partition("\n## With containers\n")[2].partition("\n## ")[0]
-PREPARATION = "".join(re.findall(r"^```bash\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL))
 INSTITUTIONS = ("court", "consultation")
 SECONDS = 600.0
 # The SuperLink's port has no authentication; see docker/coordinator.yml.
@@ -51,7 +48,7 @@ class Containers:
         return json.loads(self.engine.docker("inspect", "--format", "{{json .State}}", name))
 
     def coordinator(self, *words):
-        """Run ``chambers`` in the coordinator's folder, as the page describes."""
+        """Run ``chambers`` in the coordinator's folder, as docs/deployment.md describes."""
         mount = ("--volume", f"{self.folder}/coordinator:/srv/chambers")
         command = ("--entrypoint", "chambers", "superexec", *words)
         return self.compose("run", "--rm", "--no-TTY", *mount, *command)
@@ -114,7 +111,7 @@ def checkout(engine, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def containers(engine, checkout):
-    """Follow the page's commands for a trial on one machine, which end with a run."""
+    """Set up a trial on one machine with docker/trial.sh, which ends with a run."""
     docker = checkout / "docker"
     for seed, name in enumerate(INSTITUTIONS):
         write_rows(docker / name / "data" / "train.jsonl", 12, seed)
@@ -122,14 +119,14 @@ def containers(engine, checkout):
     model = write_checkpoint(docker / "model", blocks=4)
     for file in model.iterdir():
         file.chmod(0o644)
-    engine.run("bash", "-euc", PREPARATION, folder=checkout, variables={"MODEL": str(model)})
+    engine.run("docker/trial.sh", folder=checkout, variables={"MODEL": str(model)})
     containers = Containers(engine, docker)
     yield containers
     containers.compose("down", "--timeout", "1")
 
 
 def test_a_run_of_each_method_with_a_restart_of_the_engine_in_between(containers):
-    """The page's commands end with the first run."""
+    """The script ends with the first run."""
     containers.wait_until_ready()
     before = containers.ids()
     containers.engine.stop()
