@@ -14,7 +14,7 @@ from chambers.in_process import InProcessGrid
 from client_app.audit import AuditError, AuditLog
 from federation.messages import ARRAYS, METRICS
 from tests.in_process import MemoryJournal, run_in_process
-from tests.strategies.grids import SpyingGrid, start
+from tests.strategies.grids import NODES, SpyingGrid, start
 
 
 def test_a_line_says_what_left(site):
@@ -179,9 +179,8 @@ def test_a_site_without_evaluation_trains_and_says_why_it_is_not_evaluated(
     policy.write_text(
         f'audit-log = "{tmp_path / "audit.jsonl"}"\npaths = {folders}\nevaluation = false\n'
     )
-    grid, journal = SpyingGrid(own), MemoryJournal()
-    grid._nodes = {number: dict(node) for number, node in grid._nodes.items()}
-    grid._nodes[2] |= {"policy": str(policy)}
+    nodes = NODES | {2: NODES[2] | {"policy": str(policy)}}
+    grid, journal = SpyingGrid(own, nodes=nodes), MemoryJournal()
     start(own, grid, journal)
     rounds = [event["participants"] for event in journal.events if event["event"] == "round"]
     assert rounds == [["alpha", "beta", "gamma"]] * 2
