@@ -1,5 +1,6 @@
 """The state that a client stores between rounds."""
 
+import pytest
 import torch
 
 from client_app.state import ClientState
@@ -17,3 +18,12 @@ def test_the_last_two_rounds_with_the_client_are_kept(tmp_path):
     for number in (3, 4):
         state.save(number, value, value)
     assert state.adapter(2) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"id": "1"}', '{"round": 1, "x": 2}'])
+def test_a_damaged_private_round_begins_anew(tmp_path, content):
+    state = ClientState(str(tmp_path), "run", "court")
+    assert state.private_round() is None
+    state.directory.mkdir(parents=True)
+    state.private_round_file.write_text(content)
+    assert state.private_round() is None
