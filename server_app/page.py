@@ -25,7 +25,9 @@ td, figcaption, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
 .results th[scope=row] { min-width: 7rem } .results td { width: 8rem }
 @media (max-width: 40rem) { .results th, .results td { padding: .25rem .3rem; width: 4rem } }
 .results i { display: block; height: .3rem; margin-left: auto; background: var(--bar) }
-.main { color: inherit; font-size: 1.1em } small { display: block; color: var(--faint) }
+.main td { font-size: 1.1em } .main thead th { font-weight: normal; text-align: right;
+  max-width: 11rem }
+small { display: block; color: var(--faint) }
 th small { font-weight: normal } summary { cursor: pointer }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)) }
 .plots { grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)) }
@@ -57,15 +59,12 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <p>{{ started ~ " · " if started }}{{ rounds|length }} of {{ config["rounds"] }} rounds finished
 {%- for kind, time in times.items() %} · {{ kind }} {{ time }}{% endfor %}</p>
 <h2>{{ "What joining brought" if "alone" in models else "Results on held-out rows" }}</h2>
-{% if means %}<p class="main">Mean held-out loss of the clients that have evaluated all models:
-{% for model, loss in means.items() %}
-{{ model_names[model] }} <strong>{{ "%.3f"|format(loss) }}</strong>{{ "." if loop.last else "," }}
-{% endfor %}</p>{% endif %}
-{% for kind, numbers in right.items() %}
-<p class="main">Shown answers {{ kind }}that equal the reference:
-{% for model, number in numbers.items() %}
-{{ model_names[model] }} <strong>{{ number }}</strong>{{ "." if loop.last else "," }}
-{% endfor %}</p>{% endfor %}
+{% if brought %}<table class="main"><thead><tr><td></td>{% for what in brought %}
+<th scope="col">{{ what }}</th>{% endfor %}</tr></thead>
+{% for model in models %}
+<tr><th scope="row">{{ model_names[model] }}</th>{% for values in brought.values() %}
+<td class="number">{{ values.get(model, "-") }}</td>{% endfor %}</tr>{% endfor %}
+</table>{% endif %}
 {% for own in tables[:1] %}{{ results(*own) }}
 {% else %}<p>No client has been evaluated yet.</p>{% endfor %}
 {% for client, own in questions.items() %}

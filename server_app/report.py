@@ -107,8 +107,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
         started=started,
         times=_times(events),
         counts=_counts(events),
-        means=_means(latest),
-        right=_right(answers, is_on_matters(config)),
+        brought=_means(latest) | _right(answers, is_on_matters(config)),
         latest=latest,
         looks=looks,
         withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
@@ -195,10 +194,17 @@ def _counts(events: Iterable[Event]) -> dict[str, str]:
     }
 
 
-def _means(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, float]:
+def _means(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, dict[str, str]]:
     """Return the mean loss of each model, over the clients for which all losses are known."""
     whole = [own for own in latest.values() if len(_known(own.values(), "loss")) == len(own)]
-    return {name: fmean(own[name]["loss"] for own in whole) for name in (whole[0] if whole else ())}
+    if not whole:
+        return {}
+    clients = f"{len(whole)} client" + "s" * (len(whole) > 1)
+    return {
+        f"mean held-out loss, {clients}": {
+            name: f"{fmean(own[name]['loss'] for own in whole):.3f}" for name in whole[0]
+        }
+    }
 
 
 def is_on_matters(config: Mapping[str, Any]) -> bool:
@@ -219,12 +225,14 @@ def _right(answers: Questions, on_matters: bool) -> dict[str, dict[str, str]]:
             kind = ""
             if client in known:
                 is_own = index >= len(matters.MATTERS) - known[client]
-                kind = "on their own topics " if is_own else "on topics of other clients "
+                kind = ", own topics" if is_own else ", topics that only others have"
             for model, text in texts.items():
                 is_right = text.strip() == reference.strip()
                 shown.setdefault(kind, {}).setdefault(model, []).append(is_right)
     return {
-        kind: {m: f"{sum(rights[m])} of {len(rights[m])}" for m in MODELS if m in rights}
+        f"answers equal to the reference{kind}": {
+            m: f"{sum(rights[m])} of {len(rights[m])}" for m in MODELS if m in rights
+        }
         for kind, rights in shown.items()
     }
 

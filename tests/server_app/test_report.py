@@ -118,7 +118,9 @@ def test_page_shows_results_rounds_and_configuration(run):
         assert f"court {scores}" in text
     assert f"{HOSTILE} 3.222 - -" in text
     # One client's losses of all models are known.
-    assert "base model 3.111, trained together (global) 2.566, personalised 2.655." in text
+    assert "meanheld-outloss,1clientbasemodel3.111trainedtogether(global)2.566personalised2.655" in "".join(
+        text.split()
+    )
     assert "training 0 min 28 s" in text
     assert f"2court {HOSTILE}: no reply within 3600 s 14.2" in text.replace("2 court", "2court")
     assert f"court, {HOSTILE} {HOSTILE}: update × 0.0012 14.2" in text
@@ -166,7 +168,7 @@ def test_answers_stand_side_by_side_in_page_and_terminal(run):
     page = "".join(check(write_report(directory)).text.split())
     expected = f"court: Is it void? reference It is [bold]not[/bold]. base {HOSTILE} global"
     assert "".join(expected.split()) in page and "older" not in page
-    assert "basemodel0of1,trainedtogether(global)0of1,personalised0of1." in page
+    assert "basemodel3.1110of1trainedtogether(global)2.5660of1personalised2.6550of1" in page
     shown = summary(directory)
     assert shown.index("Held-out questions") < shown.index("Held-out loss")
     assert "\x1b" not in shown and "older" not in shown
@@ -194,11 +196,10 @@ def test_own_and_other_clients_questions_are_counted_apart(run):
     ]
     directory = run(events)
     (directory / "config.json").write_text(json.dumps(CONFIG | {"data.generated": "matters"}))
-    text = " ".join(check(write_report(directory)).text.split())
-    kinds = ("on topics of other clients", "on their own topics")
-    for kind, number in zip(kinds, ("0 of 12", "10 of 12"), strict=True):
-        assert f"{kind} that equal the reference: trained together (global) {number}." in text
-    assert "school-1: 11 more questions" in text and "Question 5?" not in summary(directory)
+    text = "".join(check(write_report(directory)).text.split())
+    assert "topicsthatonlyothershaveanswersequaltothereference,owntopicsbase" in text
+    assert "trainedtogether(global)0of1210of12personalised" in text
+    assert "school-1:11morequestions" in text and "Question 5?" not in summary(directory)
 
 
 def test_page_is_escaped_accessible_and_stands_alone(run):
