@@ -23,8 +23,11 @@ td, figcaption, li { overflow-wrap: anywhere } .wide { overflow-x: auto }
 .texts { width: 100% } .texts th { width: 7rem; vertical-align: top }
 .number { text-align: right; white-space: nowrap } .best { background: var(--best) }
 .results th[scope=row] { min-width: 7rem } .results td { width: 8rem }
-@media (max-width: 40rem) { .results th, .results td { padding: .25rem .3rem; width: 4rem } }
-.results i { display: block; height: .3rem; margin-left: auto; background: var(--bar) }
+.results i { display: block; height: .3rem; margin-left: auto; background: var(--bar);
+  width: calc(var(--share) * 5rem) }
+@media (max-width: 40rem) { .results th[scope=row] { min-width: 0 }
+  .results th, .results td, .main th, .main td { padding: .25rem; width: auto }
+  .results, .main { font-size: .85rem } .results i { width: calc(var(--share) * 2.5rem) } }
 .main td { font-size: 1.1em } .main thead th { font-weight: normal; text-align: right;
   max-width: 11rem }
 small { display: block; color: var(--faint) }
@@ -50,7 +53,7 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% if key == "loss" and client in counts %} <small>{{ counts[client] }}</small>{% endif %}</th>
 {% for text, top, bar in cells(client, key) %}
 <td class="number{{ " best" if top }}">{{ "★ " if top }}{{ text }}
-<i style="width: {{ "%.0f"|format(bar) }}%"></i></td>
+<i style="--share: {{ "%.2f"|format(bar) }}"></i></td>
 {% endfor %}</tr>{% endfor %}
 </table></div>{% endmacro %}
 {% set model_names = {"base": "base model", "alone": "trained alone",
@@ -64,7 +67,10 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 {% for model in models %}
 <tr><th scope="row">{{ model_names[model] }}</th>{% for values in brought.values() %}
 <td class="number">{{ values.get(model, "-") }}</td>{% endfor %}</tr>{% endfor %}
-</table>{% endif %}
+</table>
+<p>{{ "Trained alone: on one client's rows. " if "alone" in models }}Global: the average of the
+clients' adapters. Personalised: a client's own adapter after its last local training.
+{{ "An answer is right (✓) if it equals the reference." if questions }}</p>{% endif %}
 {% for own in tables[:1] %}{{ results(*own) }}
 {% else %}<p>No client has been evaluated yet.</p>{% endfor %}
 {% for client, own in questions.items() %}
@@ -78,7 +84,8 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <table class="texts"><caption>{{ name(client) }}: {{ text }}</caption>
 <tr><th scope="row">reference</th><td>{{ reference }}</td></tr>
 {% for model in models if model in answers %}
-<tr><th scope="row">{{ model }}</th><td>{{ answers[model] }}</td></tr>
+<tr><th scope="row">{{ model }}</th><td>{{ answers[model] }}
+{{- " ✓" if answers[model]|trim == reference|trim }}</td></tr>
 {% endfor %}
 </table>
 {% if loop.last and loop.length > 1 %}</details>{% endif %}

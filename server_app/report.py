@@ -148,7 +148,7 @@ def _cells(
 ) -> list[tuple[str, bool, float]]:
     """Return, for each of a client's models, a table cell's text, whether it is best, and its bar.
 
-    The length of the bar is in percent of the largest value in the table.
+    The length of the bar is a share of the largest value in the table.
     """
     models = latest[client].values()
     known = _known(models, key)
@@ -157,7 +157,7 @@ def _cells(
     most = max(_known(shown, key), default=0.0)
     cells = []
     for value in (model.get(key) for model in models):
-        bar = 100 * value / most if value is not None and isfinite(value) and most > 0 else 0
+        bar = value / most if value is not None and isfinite(value) and most > 0 else 0
         cells.append(
             ("-" if value is None else f"{value:,.3f}", value in known and value == best, bar)
         )
@@ -201,7 +201,7 @@ def _means(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, dict[str, str
         return {}
     clients = f"{len(whole)} client" + "s" * (len(whole) > 1)
     return {
-        f"mean held-out loss, {clients}": {
+        f"mean held-out loss (lower is better), {clients}": {
             name: f"{fmean(own[name]['loss'] for own in whole):.3f}" for name in whole[0]
         }
     }
@@ -225,12 +225,12 @@ def _right(answers: Questions, on_matters: bool) -> dict[str, dict[str, str]]:
             kind = ""
             if client in known:
                 is_own = index >= len(matters.MATTERS) - known[client]
-                kind = ", own topics" if is_own else ", topics that only others have"
+                kind = " on own topics" if is_own else " on topics that only others have"
             for model, text in texts.items():
                 is_right = text.strip() == reference.strip()
                 shown.setdefault(kind, {}).setdefault(model, []).append(is_right)
     return {
-        f"answers equal to the reference{kind}": {
+        f"right answers{kind}": {
             m: f"{sum(rights[m])} of {len(rights[m])}" for m in MODELS if m in rights
         }
         for kind, rights in shown.items()

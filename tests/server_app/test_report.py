@@ -118,8 +118,9 @@ def test_page_shows_results_rounds_and_configuration(run):
         assert f"court {scores}" in text
     assert f"{HOSTILE} 3.222 - -" in text
     # One client's losses of all models are known.
-    assert "meanheld-outloss,1clientbasemodel3.111trainedtogether(global)2.566personalised2.655" in "".join(
-        text.split()
+    assert (
+        "meanheld-outloss(lowerisbetter),1clientbasemodel3.111trainedtogether(global)2.566personalised2.655"
+        in "".join(text.split())
     )
     assert "training 0 min 28 s" in text
     assert f"2court {HOSTILE}: no reply within 3600 s 14.2" in text.replace("2 court", "2court")
@@ -197,7 +198,7 @@ def test_own_and_other_clients_questions_are_counted_apart(run):
     directory = run(events)
     (directory / "config.json").write_text(json.dumps(CONFIG | {"data.generated": "matters"}))
     text = "".join(check(write_report(directory)).text.split())
-    assert "topicsthatonlyothershaveanswersequaltothereference,owntopicsbase" in text
+    assert "topicsthatonlyothershaverightanswersonowntopicsbase" in text
     assert "trainedtogether(global)0of1210of12personalised" in text
     assert "school-1:11morequestions" in text and "Question 5?" not in summary(directory)
 
