@@ -88,8 +88,8 @@ class RunConfig(Section):
     min_nodes: PositiveInt = Field(
         2,
         description="Minimum number of connected SuperNodes to start a round, and of valid "
-        "replies to continue the run. `chambers train` sets it to the number of clients that "
-        "train in a round, unless you set it.",
+        "replies to continue the run. `chambers train` by default sets it to the number of "
+        "clients per round.",
     )
     sample: float = Field(
         1.0,
@@ -117,8 +117,8 @@ class RunConfig(Section):
     )
     node_timeout: PositiveFloat = Field(
         120.0,
-        description="Seconds to wait for `min-nodes` SuperNodes, and until the log first names "
-        "the clients whose replies are awaited.",
+        description="Seconds to wait for `min-nodes` SuperNodes, and until the log names awaited "
+        "clients.",
     )
     round_timeout: PositiveFloat = Field(
         3600.0,
@@ -140,8 +140,7 @@ class RunConfig(Section):
         "",
         pattern=r"^(|(tensorboard|wandb|mlflow|trackio)(, ?(tensorboard|wandb|mlflow|trackio))*)$",
         description="Trackers that receive the metrics, with client names: `tensorboard`, "
-        "`wandb`, `mlflow`, `trackio`, separated by commas. Empty: TensorBoard if it is "
-        "installed.",
+        "`wandb`, `mlflow`, `trackio`, separated by commas. Empty: TensorBoard, if installed.",
     )
     state_path: str = Field(
         "",
@@ -157,7 +156,7 @@ class RunConfig(Section):
     instruction_key: str = Field(
         "",
         description="Absolute path of the coordinator's `instructions.key`, which signs "
-        "instructions, or `none`. Required in deployments; not used in simulations.",
+        "instructions, or `none`. Required in deployments.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)

@@ -47,7 +47,7 @@ class SplitPolicy(Table):
 
     allowed: bool = Field(
         False,
-        description="Whether hidden states may be sent to a block server, as `fl-glm` does. Needs "
+        description="Whether hidden states may be sent to a block server (`fl-glm`). Needs "
         "`coordinators`.",
     )
     min_head_blocks: int = Field(

@@ -88,8 +88,7 @@ class AdapterSettings(Section):
     initial_text: str = Field(
         "",
         description="Text whose keys and values, repeated up to the prefix length, initialise a "
-        "`prefix`, as if the model had read the text. The server must be able to load the whole "
-        "model. Empty: random numbers.",
+        "`prefix`. The server must be able to load the whole model. Empty: random numbers.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveFloat = Field(
@@ -116,8 +115,8 @@ class DataSettings(Section):
     path: str = Field(
         "",
         description="For simulations: absolute path of a folder with a folder per client, or of "
-        "one data set to divide; or a data set's Hugging Face id ([formats](training.md#data)). "
-        "Empty: generated data. In a deployment, each [site file](policy.md) names the data.",
+        "one data set to divide; or its Hugging Face id ([formats](training.md#data)). Empty: "
+        "generated data. In deployments, [site files](policy.md) name the data.",
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
@@ -174,9 +173,9 @@ class DataSettings(Section):
     )
     columns: str = Field(
         "",
-        description="Names of the files' columns, if they aren't `"
-        + "`, `".join(COLUMNS)
-        + '`: pairs such as `"prompt=frage,completion=antwort"`. Other columns are then not used.',
+        description="Names of the files' columns, if they aren't [the usual "
+        'ones](training.md#data): pairs such as `"prompt=frage,completion=antwort"`. Other columns '
+        "are then not used.",
     )
     max_length: int = Field(
         800,
@@ -241,7 +240,7 @@ class TrainSettings(Section):
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning-rate schedule over the whole run, not each round."
+        "constant", description="Learning-rate schedule over the whole run."
     )
     warmup_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of the run's steps in which the learning rate rises."
@@ -283,8 +282,7 @@ class ContinualSettings(Section):
     )
     shuffle: bool = Field(
         False,
-        description="Shuffle J within each tensor: a control experiment, whose penalty is as "
-        "strong but on random weights.",
+        description="Shuffle J within each tensor, as a control experiment.",
     )
 
 

@@ -31,7 +31,7 @@ class SplitSettings(Section):
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
         4,
-        description="Maximum number of a step's micro-batches in flight; affects only speed.",
+        description="Maximum number of micro-batches in flight; affects only speed.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
@@ -72,12 +72,12 @@ class SplitSettings(Section):
     )
     advertise: str = Field(
         "",
-        description="Address and port at which clients reach the block server. Empty: `listen`.",
+        description="Address and port for clients, if it isn't `listen`.",
     )
     key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
         "ml-kem-768-x25519",
         description="Encryption of the lanes' secrets: HPKE with a post-quantum hybrid, or the "
-        "paper's RSA with OAEP.",
+        "paper's RSA.",
     )
     rotate_keys_every: PositiveInt = Field(
         1, description="Rounds after which the server generates a new key."
@@ -108,9 +108,9 @@ class SplitSettings(Section):
     )
     frame_timeout: PositiveFloat = Field(
         300.0,
-        description="Seconds that client and server wait for each other's next frame. A client "
-        "that occupies memory (`activation-budget`) for which others wait may be silent for "
-        "this long in a whole step or batch of answers.",
+        description="Seconds that client and server wait for each other's next frame. While "
+        "others wait for memory (`activation-budget`) that a client occupies, it may be silent "
+        "for this long in total in a step or a batch of answers.",
     )
 
     @property
