@@ -50,21 +50,19 @@ class ServerSettings(Section):
         "mean",
         description="`mean`: the mean is the global adapter (FedJudge Eq. 2). Otherwise, its "
         "difference from the round's initial adapter is the gradient of FedAvgM (`momentum`), "
-        "FedAdam (`adam`) or FedYogi (`yogi`). Not for `fl-glm`.",
+        "FedAdam or FedYogi. Not for `fl-glm`.",
     )
     learning_rate: PositiveFloat = Field(
         1.0,
-        description="Learning rate of `server.update`. `adam` and `yogi` move each weight by about "
-        "this much in a round, so they need a smaller one, such as 0.01.",
+        description="Learning rate of `server.update`. `adam` and `yogi` move each weight by "
+        "about this much in a round; 0.01 suits them.",
     )
-    beta_1: float = Field(
-        0.9, ge=0, lt=1, description="Share of the momentum that remains in the next round."
-    )
+    beta_1: float = Field(0.9, ge=0, lt=1, description="Decay of the momentum from round to round.")
     beta_2: float = Field(
         0.99,
         ge=0,
         lt=1,
-        description="The same for the second moment; only for `adam` and `yogi`.",
+        description="Decay of the second moment; only for `adam` and `yogi`.",
     )
 
 
@@ -79,88 +77,86 @@ class RunConfig(Section):
     rounds: int = Field(
         5,
         ge=0,
-        description="Communication rounds; with 0, models are only evaluated.",
+        description="Rounds; with 0, models are only evaluated.",
     )
     seed: int = Field(
         0,
         ge=0,
-        description="Seed of all random numbers, except keys, tickets, and the draws and noise "
-        "that a site's policy requires.",
+        description="Seed of all random numbers, except keys, tickets, and a policy's draws and "
+        "noise.",
     )
     min_nodes: PositiveInt = Field(
         2,
-        description="Number of connected SuperNodes with which a round starts, and of valid "
-        "replies without which the run fails. By default, `chambers train` sets it to the number "
-        "of clients that train in a round.",
+        description="Minimum number of connected SuperNodes to start a round, and of valid "
+        "replies to continue the run. `chambers train` by default sets it to the number of "
+        "clients per round.",
     )
     sample: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Random share of the connected clients, but at least `min-nodes`, that trains "
-        "in a round. Evaluations use one fixed sample of the same size, whose clients also save "
-        "the final adapters.",
+        description="Random share of the connected clients, but at least `min-nodes`, that "
+        "trains in a round. One fixed sample of this size evaluates, and saves the final "
+        "adapters.",
     )
     max_share: float = Field(
         0.75,
         gt=0,
         le=1,
-        description="Maximum share of a client in averages, which are weighted by data size. "
-        "Larger shares are reduced, and logged. In deployments, [agreed data "
-        "sizes](security.md#caps-on-averages) are the first limit.",
+        description="Maximum share of a client in averages, which are weighted by data size, "
+        "within [agreed sizes](security.md#caps-on-averages). Larger shares are reduced, and "
+        "logged.",
     )
     max_distance: float = Field(
         0.0,
         ge=0,
-        description="Maximum distance of a client's adapter from the round's initial adapter, as "
-        "a multiple of the clients' median. Larger updates are shortened, and logged. 0: 3 with "
-        "`train.local-steps`, otherwise 10. Lower values hinder [backdoors](security.md#caps-on-averages).",
+        description="Maximum distance of a client's adapter from the round's initial one, as a "
+        "multiple of the other clients' median. Larger updates are shortened, and logged. 0: 3 "
+        "with `train.local-steps`, otherwise 10. Lower values hinder "
+        "[backdoors](security.md#caps-on-averages).",
     )
     node_timeout: PositiveFloat = Field(
         120.0,
-        description="Seconds to wait for `min-nodes` SuperNodes, and after which the log first "
-        "names the clients whose replies are awaited.",
+        description="Seconds to wait for `min-nodes` SuperNodes, and until the log names awaited "
+        "clients.",
     )
     round_timeout: PositiveFloat = Field(
         3600.0,
-        description="Seconds that a client has for one train or evaluate message; in simulation, "
-        "waiting for a free process doesn't count.",
+        description="Seconds that a client has for a train or evaluate message; in simulation, "
+        "without waiting for a free process.",
     )
     late_replies: bool = Field(
         False,
         description="Also average adapters that arrive after `round-timeout`, but before the "
-        "following evaluation ends; averaging and evaluation are then repeated. Clients may train "
-        "for twice `round-timeout` and a minute. Not for `fl-glm`.",
+        "following evaluation ends; averaging and evaluation are then repeated. Clients may "
+        "train for twice `round-timeout` plus a minute. Not for `fl-glm`.",
     )
     output_dir: str = Field(
         "",
-        description="Absolute path of the folder for runs' results. Empty: the user's data folder "
-        "(`~/.local/share/chambers/runs` on Linux).",
+        description="Absolute path of the folder for runs' results. Empty: "
+        "`~/.local/share/chambers/runs` (on Linux).",
     )
     report_to: str = Field(
         "",
         pattern=r"^(|(tensorboard|wandb|mlflow|trackio)(, ?(tensorboard|wandb|mlflow|trackio))*)$",
-        description="Experiment trackers that receive the metrics, with client names: "
-        "`tensorboard`, `wandb`, `mlflow`, `trackio`, separated by commas. Empty: TensorBoard if "
-        "it is installed.",
+        description="Trackers that receive the metrics, with client names: `tensorboard`, "
+        "`wandb`, `mlflow`, `trackio`, separated by commas. Empty: TensorBoard, if installed.",
     )
     state_path: str = Field(
         "",
-        description="Absolute path of the folder for a client's state, at the client. Empty: the "
-        "user's state folder (`~/.local/state/chambers` on Linux).",
+        description="Absolute path, at the client, of the folder for its state. Empty: "
+        "`~/.local/state/chambers` (on Linux).",
     )
-    resume: str = Field(
-        "", description="Absolute path of an earlier run's results folder, to resume that run."
-    )
+    resume: str = Field("", description="Absolute path of the results folder of a run to resume.")
     initial_adapter: str = Field(
         "",
-        description="Absolute path, on the server, of a PEFT adapter to begin with, such as an "
-        "earlier run's. It is also evaluated before round 1.",
+        description="Absolute path, on the server, of a PEFT adapter to begin with, which is "
+        "also evaluated before round 1.",
     )
     instruction_key: str = Field(
         "",
         description="Absolute path of the coordinator's `instructions.key`, which signs "
-        "instructions, or `none`. Required in a deployment, not used in simulations.",
+        "instructions, or `none`. Required in deployments.",
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
     adapter: AdapterSettings = Field(default_factory=AdapterSettings)

@@ -47,21 +47,20 @@ class SplitPolicy(Table):
 
     allowed: bool = Field(
         False,
-        description="Whether hidden states may be sent to a block server, as `fl-glm` does. Needs "
+        description="Whether hidden states may be sent to a block server (`fl-glm`). Needs "
         "`coordinators`.",
     )
     min_head_blocks: int = Field(
         1,
         ge=0,
-        description="Minimum of `split.head-blocks`, the number of blocks that run before hidden "
-        "states are sent. With 0, the coordinator can look up the text in the embedding table.",
+        description="Minimum of `split.head-blocks`. With 0, the coordinator can look up the "
+        "text in the embedding table.",
     )
     noise: float = Field(
         0.0,
         ge=0,
-        description="Standard deviation of the noise on hidden states that are sent, relative to "
-        "the root mean square of each token's hidden state. It is [no "
-        "protection](attack.md#noise).",
+        description="Standard deviation of the noise on hidden states, relative to the root mean "
+        "square of each token's. It is [no protection](attack.md#noise).",
     )
 
 
@@ -71,8 +70,8 @@ class PrivacyPolicy(Table):
     epsilon: PositiveFloat | None = Field(
         None,
         description="Total ε budget of all training on these rows; training that would exceed it "
-        "is refused. Required in a table `[privacy]`, without which there is no differential "
-        "privacy.",
+        "is refused. Required in the table `[privacy]`; without the table, there is no "
+        "differential privacy.",
     )
     delta: float = Field(
         1e-5, gt=0, lt=1, description="δ; must be less than 1 / number of training rows."
@@ -88,7 +87,7 @@ class PrivacyPolicy(Table):
     account: AbsolutePath = Field(
         "",
         description="Absolute path of the account of spent ε, which all policies for these rows "
-        "must name. Absent: `privacy.jsonl` in the user's state folder.",
+        "must name. Absent: `privacy.jsonl` in `~/.local/state/chambers` (on Linux).",
     )
 
     @property
@@ -106,13 +105,13 @@ class SitePolicy(Table):
     instruction_key: AbsolutePath = Field(
         "",
         description="Absolute path of `instructions.pub`. With it, only instructions signed by "
-        "the coordinator are carried out: once, in order, and before they expire. Absent: all "
-        "are, whoever sent them.",
+        "the coordinator are carried out: once, in order, and before they expire. Absent: "
+        "instructions from anyone are.",
     )
     base_models: list[Digest] | None = Field(
         None,
-        description="Digests of the allowed base models: of the whole model or, with `fl-glm`, of "
-        "the parts that run here.",
+        description="Digests of the allowed base models or, with `fl-glm`, of the parts that run "
+        "here.",
     )
     hub_models: list[str] = Field(
         [],
@@ -129,8 +128,8 @@ class SitePolicy(Table):
     adapter_targets: list[str] | None = Field(
         None,
         description="Names of the modules that LoRA may adapt, such as `q_proj`. Absent: the "
-        "linear layers of the blocks, except experts and routers. Adapters on embeddings and "
-        "output heads [tell the rows' words](attack.md#tokens-told-by-adapters).",
+        "blocks' linear layers, except experts and routers. Adapters on embeddings and output "
+        "heads [reveal the rows' words](attack.md#tokens-revealed-by-adapters).",
     )
     max_rank: PositiveInt | None = Field(
         None,
@@ -149,14 +148,14 @@ class SitePolicy(Table):
     )
     max_runs: PositiveInt | None = Field(
         None,
-        description="Maximum number of runs that may train or evaluate here, counted in the audit "
-        "log.",
+        description="Maximum number of runs that may train or evaluate here, counted in the "
+        "audit log.",
     )
     max_rounds: PositiveInt | None = Field(
         None,
         description="Maximum number of train messages in a run, including failed and repeated "
-        "ones; for evaluate messages, one more. With `late-replies`, each round with late replies "
-        "is evaluated again.",
+        "ones. One more evaluate message is allowed; with `late-replies`, each round with late "
+        "replies is evaluated again.",
     )
     max_steps: PositiveInt | None = Field(
         None, description="Maximum number of optimizer steps in a round."
@@ -164,7 +163,7 @@ class SitePolicy(Table):
     max_seconds: PositiveFloat | None = Field(
         None,
         description="Maximum time for a message, in seconds: `round-timeout` or, with "
-        "`late-replies`, twice that and a minute.",
+        "`late-replies`, twice that plus a minute.",
     )
     min_examples: PositiveInt = Field(
         1,
@@ -184,13 +183,13 @@ class SitePolicy(Table):
     show_answers: bool = Field(
         False,
         description="Whether held-out questions, with reference and generated answers, may be "
-        "sent as text (`evaluate.show-answers`), regardless of `min-examples`. Nothing else that "
-        "is sent contains text of rows.",
+        "sent as text (`evaluate.show-answers`), regardless of `min-examples`. No other text of "
+        "rows is sent.",
     )
     audit_log: AbsolutePath = Field(
         "",
-        description="Absolute path of the audit log. Absent: `audit.jsonl` in the user's state "
-        "folder (`~/.local/state/chambers` on Linux).",
+        description="Absolute path of the audit log. Absent: `audit.jsonl` in "
+        "`~/.local/state/chambers` (on Linux).",
     )
     split: SplitPolicy = SplitPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()

@@ -53,19 +53,20 @@ class ModelSettings(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision of the frozen weights; `auto` is bfloat16 on a GPU that supports "
-        "it natively, else float32. Adapters are always float32.",
+        description="Type of the frozen weights; `auto` is bfloat16 on a GPU that supports it "
+        "natively, else float32. Adapters are always float32.",
     )
     quantization: Literal["none", "nf4", "int8"] = Field(
         "none", description="Quantisation of the frozen weights by bitsandbytes."
     )
     devices: Literal["first", "all"] = Field(
         "first",
-        description="Whether a client's whole model is on the first accelerator, or on all in "
+        description="Whether a client's model is on the first accelerator, or on all in "
         "proportion to their free memory. For `fl-glm`, see `split.body-devices`.",
     )
     gradient_checkpointing: bool = Field(
-        False, description="Trade speed for memory by recomputing activations in the backward pass."
+        False,
+        description="Recompute activations in the backward pass: slower, but needs less memory.",
     )
 
 
@@ -79,8 +80,7 @@ class AdapterSettings(Section):
     )
     prefix_length: PositiveInt = Field(
         128,
-        description="Length of a `prefix` in positions, each of which takes as much memory as a "
-        "token.",
+        description="Positions of a `prefix`, each of which takes as much memory as a token.",
     )
     prefix_dropout: float = Field(
         0.0, ge=0, lt=1, description="Dropout of a `prefix`; FL-GLM's published code uses 0.1."
@@ -88,8 +88,7 @@ class AdapterSettings(Section):
     initial_text: str = Field(
         "",
         description="Text whose keys and values, repeated up to the prefix length, initialise a "
-        "`prefix`, so that the model begins as if it had read the text. The server must be able "
-        "to load the whole model. Empty: random numbers.",
+        "`prefix`. The server must be able to load the whole model. Empty: random numbers.",
     )
     rank: PositiveInt = Field(4, description="Rank r of the LoRA matrices.")
     alpha: PositiveFloat = Field(
@@ -116,20 +115,20 @@ class DataSettings(Section):
     path: str = Field(
         "",
         description="For simulations: absolute path of a folder with a folder per client, or of "
-        "one data set to divide; or a data set's Hugging Face id ([formats](training.md#data)). "
-        "Empty: generated data. In a deployment, each [site file](policy.md) names the data.",
+        "one data set to divide; or its Hugging Face id ([formats](training.md#data)). Empty: "
+        "generated data. In deployments, [site files](policy.md) name the data.",
     )
     generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
         "styles",
-        description="Data used without `data.path`. `styles`: each client writes court views, "
-        "consultations or reasoning. `matters`: questions on twelve legal topics (matters), "
-        "divided at random among the clients, who are tested on all; `matters-unequal`: with data "
-        "sizes of 3 : 2 : 1; `matters-even`: all topics at each client.",
+        description="Data used without `data.path`. `styles`: each client has court views, "
+        "consultations or reasoning. `matters`: questions on twelve legal topics, divided at "
+        "random among the clients, who are tested on all; `matters-unequal`: with data sizes of "
+        "3 : 2 : 1; `matters-even`: all topics at each client.",
     )
     pool: str = Field(
         "",
         description="For centralised training in simulation: names of clients, separated by "
-        "commas, or `*` for all, whose rows one client, `center`, then has.",
+        "commas, or `*` for all, whose rows a single client, `center`, has.",
     )
     task: Literal[
         "",
@@ -149,32 +148,34 @@ class DataSettings(Section):
         "reasoning",
     ] = Field(
         "",
-        description="[Task](tasks.md) whose published format the files have, such as SuperGLUE's "
-        "`train.jsonl` and `val.jsonl`. Empty: instructions or conversations.",
+        description="[Task](tasks.md) whose published format the files have. Empty: instructions "
+        "or conversations.",
     )
     partition: Literal["iid", "label", "length", "dirichlet"] = Field(
         "iid",
         description="How one data set is divided among simulated clients: evenly at random, by "
-        "label, by text length, or by label shares from a Dirichlet distribution.",
+        "label, by text length, or with label shares from a Dirichlet distribution.",
     )
     partition_field: str = Field(
         "", description="Column with the label for `label` and `dirichlet` partitions."
     )
     dirichlet_alpha: PositiveFloat = Field(
-        0.5, description="Concentration of the Dirichlet distribution; small values skew it more."
+        0.5,
+        description="Concentration of the Dirichlet distribution; smaller values skew the "
+        "shares more.",
     )
     test_fraction: float = Field(
         0.1,
         gt=0,
         lt=1,
-        description="Share of a client's rows to hold out if its data has no test file. Questions "
-        "on the same passage, as in MultiRC, stay together.",
+        description="Share of a client's rows to hold out if it has no test file. Questions on "
+        "the same passage stay together.",
     )
     columns: str = Field(
         "",
-        description="Names of columns in the files if they aren't `"
-        + "`, `".join(COLUMNS)
-        + '`: pairs such as `"prompt=frage,completion=antwort"`. Other columns are then not used.',
+        description="Names of the files' columns, if they aren't [the usual "
+        'ones](training.md#data): pairs such as `"prompt=frage,completion=antwort"`. Other columns '
+        "are then not used.",
     )
     max_length: int = Field(
         800,
@@ -218,28 +219,28 @@ class TrainSettings(Section):
     )
     checkpoint_minutes: NonNegativeFloat = Field(
         10.0,
-        description="Minutes between checkpoints of a client's unfinished round, from which a "
-        "resumed run continues. 0: no checkpoints. Not for `fl-glm`.",
+        description="Minutes between checkpoints within a client's round, from which a resumed "
+        "run continues. 0: none. Not for `fl-glm`.",
     )
     batch_size: PositiveInt = Field(
         2,
-        description="Number of examples of maximum length in memory at once. Shorter ones are "
-        "combined up to the same number of padded tokens, prefixes included, which changes only "
-        "the speed.",
+        description="Size of a micro-batch, in examples of maximum length. Shorter examples are "
+        "combined up to the same number of padded tokens, prefixes included, which affects only "
+        "speed.",
     )
     accumulation: PositiveInt = Field(
-        8, description="An optimizer step covers `batch-size` × `accumulation` examples."
+        8,
+        description="An optimizer step has `batch-size` × `accumulation` examples.",
     )
     optimizer: Literal["adam", "adamw"] = Field("adam", description="Optimizer of the adapters.")
     optimizer_state: Literal["reset", "keep"] = Field(
         "reset",
-        description="Whether a client starts each round with a new optimizer, or keeps its "
-        "optimizer's state.",
+        description="Whether a client starts each round with a new optimizer or keeps its state.",
     )
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Weight decay of the optimizer.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning-rate schedule over the whole run, not each round."
+        "constant", description="Learning-rate schedule over the whole run."
     )
     warmup_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of the run's steps in which the learning rate rises."
@@ -260,29 +261,28 @@ class ContinualSettings(Section):
     )
     importance: Literal["server", "client"] = Field(
         "server",
-        description="Whose importance J a client uses: the average over the clients that "
-        "evaluate, or its own.",
+        description="Whose importance J a client uses: the mean over the clients that evaluate, "
+        "or its own.",
     )
     importance_examples: PositiveInt = Field(
-        64, description="Maximum number of training examples from which J is computed."
+        64, description="Maximum number of examples from which J is computed."
     )
     share: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="Target share of the penalty in the gradient norm, such as 0.1, for which λ "
-        "is set in each step. 0: λ is `continual.lambda`, whose best value depends on the model "
-        "and the data.",
+        "is adapted in each step. 0: λ is `continual.lambda`, whose best value depends on model "
+        "and data.",
     )
     sum: Literal["all", "tensor"] = Field(
         "all",
         description="`all`: one sum s (Eq. 3) over all weights. `tensor`: one s per tensor, and "
-        "half the sum of the penalties, as in the published code.",
+        "half the sum of their penalties, as in the published code.",
     )
     shuffle: bool = Field(
         False,
-        description="Shuffle J within each tensor: a control experiment that restrains training "
-        "as strongly, but at random weights.",
+        description="Shuffle J within each tensor, as a control experiment.",
     )
 
 
@@ -301,14 +301,13 @@ class EvaluateSettings(Section):
     """Evaluation on held-out data."""
 
     every: PositiveInt = Field(
-        1, description="Rounds from one evaluation to the next; the last round is always evaluated."
+        1, description="Rounds between evaluations; the last round is always evaluated."
     )
     batch_size: PositiveInt = Field(8, description="Examples evaluated at once.")
     alone: bool = Field(
         False,
-        description="Also train a model on each client's rows alone, for as many steps, to show "
-        "what joining the run brings. Training takes twice as long; the model is never sent. Not "
-        "for `fl-glm`.",
+        description="For comparison, also train a model on each client's rows alone, for as many "
+        "steps. Training takes twice as long; the model is never sent. Not for `fl-glm`.",
     )
     generate: bool = Field(
         False,
@@ -320,9 +319,9 @@ class EvaluateSettings(Section):
     show_answers: int = Field(
         0,
         ge=0,
-        description="Number of held-out questions per client that are sent to the coordinator and "
-        "shown in the report, with reference and generated answers. Needs `evaluate.generate` "
-        "and, in a deployment, each site's permission.",
+        description="Held-out questions per client that are sent to the coordinator and shown in "
+        "the report, with reference and generated answers. Needs `evaluate.generate` and, in "
+        "deployments, each site's permission.",
     )
     max_new_tokens: PositiveInt = Field(256, description="Maximum tokens per generated answer.")
 

@@ -15,23 +15,23 @@ class SplitSettings(Section):
     schedule: Literal["serial", "client-batch", "hierarchical"] = Field(
         "serial",
         description="How clients share the server's blocks: one after another, all at once with "
-        "their micro-batches stacked, or each with its own adapters, which are averaged.",
+        "stacked micro-batches, or each with its own adapters, which are averaged.",
     )
     order: Literal["shuffled", "names"] = Field(
         "shuffled",
         description="Order of clients in each round of `serial`. With `names`, the server's "
-        "blocks always favour the client whose name is last.",
+        "blocks favour the last client.",
     )
     head_blocks: int = Field(
         1,
         ge=0,
-        description="Blocks at the clients after the embedding. With 0 here and in `tail-blocks`, "
-        "the split is FedBERT's.",
+        description="Blocks at the clients after the embedding. With 0 here and in "
+        "`tail-blocks`, the split is FedBERT's.",
     )
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
         4,
-        description="Maximum number of a step's micro-batches in flight; affects only speed.",
+        description="Maximum number of micro-batches in flight; affects only speed.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
@@ -41,20 +41,19 @@ class SplitSettings(Section):
     average_every: int = Field(
         0,
         ge=0,
-        description="Steps after which `hierarchical` averages all adapters within a round; 0: "
+        description="Steps between `hierarchical`'s averages of all adapters within a round; 0: "
         "only at its end.",
     )
     activation_budget: PositiveInt = Field(
         16384,
         description="Maximum number of padded tokens, prefixes included, whose activations (in "
-        "text generation, keys and values) the server stores at once for all clients. Lower it if "
-        "the server runs out of memory.",
+        "generation, keys and values) the server stores for all clients. Lower it if the server "
+        "runs out of memory.",
     )
     body_devices: str = Field(
         "",
-        description="Devices for the server's blocks, such as `cuda:0,cuda:1` or `cpu`, filled in "
-        "order and in proportion to their free memory. Empty: all GPUs, or the CPU if there is "
-        "none.",
+        description="Devices for the server's blocks, such as `cuda:0,cuda:1` or `cpu`, filled "
+        "in order, in proportion to their free memory. Empty: all GPUs, else the CPU.",
     )
     body_hosts: str = Field(
         "",
@@ -64,21 +63,21 @@ class SplitSettings(Section):
     )
     body_key: str = Field(
         "",
-        description="Absolute path, on the server, of the file with the private key and "
-        "certificate of `split.body-hosts`.",
+        description="Absolute path, on the server, of the private key and certificate of "
+        "`split.body-hosts`.",
     )
     listen: str = Field(
         "127.0.0.1:0",
-        description="Address and port of the block server; port 0 chooses a free port.",
+        description="Address and port of the block server; 0 is any free port.",
     )
     advertise: str = Field(
         "",
-        description="Address and port at which clients reach the block server. Empty: `listen`.",
+        description="Address and port for clients, if it isn't `listen`.",
     )
     key_exchange: Literal["ml-kem-768-x25519", "rsa-3072"] = Field(
         "ml-kem-768-x25519",
         description="Encryption of the lanes' secrets: HPKE with a post-quantum hybrid, or the "
-        "paper's RSA with OAEP.",
+        "paper's RSA.",
     )
     rotate_keys_every: PositiveInt = Field(
         1, description="Rounds after which the server generates a new key."
@@ -88,18 +87,19 @@ class SplitSettings(Section):
         ge=1,
         description="With `client-batch`, the cap on a client's gradients, predicted tokens and "
         "reported norm, as a multiple of the other clients' median. Larger values are scaled "
-        "down, and the log names the client.",
+        "down, and logged.",
     )
     join_timeout: PositiveFloat = Field(
         120.0,
-        description="Seconds that clients that train together wait for each other to join.",
+        description="Seconds that clients that train together wait for each other at the "
+        "beginning.",
     )
     gather_timeout: PositiveFloat = Field(
         60.0,
         description="Seconds after which `client-batch` continues without clients that others "
-        "wait for, and a silent client's lane ends if others need the memory that it occupies. "
-        "Once waiting has taken half of `round-timeout` (also with `average-every`), the client "
-        "that others waited for longest is left out.",
+        "wait for, and a silent client's lane ends if others need its memory. Once others have "
+        "waited for half of `round-timeout` (also with `average-every`), the client that they "
+        "waited for longest is left out.",
     )
     resume_timeout: PositiveFloat = Field(
         30.0,
@@ -108,9 +108,9 @@ class SplitSettings(Section):
     )
     frame_timeout: PositiveFloat = Field(
         300.0,
-        description="Seconds that client and server wait for each other's next frame. A client "
-        "that occupies memory (`activation-budget`) for which others wait may be silent for this "
-        "long in total during a step or a batch of answers.",
+        description="Seconds that client and server wait for each other's next frame. While "
+        "others wait for memory (`activation-budget`) that a client occupies, it may be silent "
+        "for this long in total in a step or a batch of answers.",
     )
 
     @property
