@@ -11,6 +11,7 @@ from finetuning.data.files import client_folders, find_parts
 from finetuning.data.layouts import parse_messages
 from finetuning.data.rows import Row
 from finetuning.generated import matters
+from finetuning.generated.clients import client_name
 from finetuning.randomness import derive_seed
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import held_out_part, read_questions, read_task_rows
@@ -41,7 +42,7 @@ def client_names(config: RunConfig) -> list[str]:
         return [folder.name for folder in client_folders(Path(config.data.path).expanduser())]
     if config.data.generated == "styles":
         raise CommandError('an experiment needs data.path or data.generated = "matters"')
-    return [f"school-{number}" for number in range(1, GENERATED_CLIENTS + 1)]
+    return [client_name(config.data.generated, index) for index in range(GENERATED_CLIENTS)]
 
 
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
