@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from finetuning.errors import printable
 from finetuning.model.base_model import BaseModelError, outline
 from finetuning.model.fingerprint import digest, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
@@ -19,7 +20,6 @@ from split.model.devices import body_devices
 from split.model.loading import load_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import Partition, partition_of
-from split.protocol.errors import printable
 from split.protocol.frames import Padding
 from split.server.stage import Tensors, address_of, receive, secured, send, tls
 from split.settings import SplitSettings
