@@ -21,10 +21,11 @@ from finetuning.adapters.adapter import (
 from finetuning.data.tokenization import Example
 from finetuning.files import filling
 from finetuning.model.base_model import loading_arguments, prepare
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.interface import TrainableModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import LocalRound, Stages, train_round
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import OptimizerState
+from finetuning.whole_model import WholeModel
 from split.client.connecting import connect
 from split.client.split_model import SplitModel
 from split.model.adapters import take_apart
@@ -164,7 +165,7 @@ class Course:
     def __init__(
         self,
         job: Job,
-        model: Stages,
+        model: TrainableModel,
         parameters: Mapping[str, torch.nn.Parameter],
         padding: int = 0,
         steps: Sequence[Sequence[int]] | None = None,

@@ -33,9 +33,9 @@ from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
+from finetuning.whole_model import WholeModel
 
 ROWS = (1, 4, 16)
 BATCH = 4

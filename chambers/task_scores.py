@@ -12,8 +12,9 @@ from chambers.models import Source, check_length, opened
 from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, bertscore
 from finetuning.model.base_model import load_tokenizer
+from finetuning.model.interface import TextModel
 from finetuning.tasks.question import Question
-from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
+from finetuning.tasks.scoring import Prepared, answer, majority_class, prepare, score_answers
 from finetuning.tasks.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def measure(
 
 
 def _harness_scores(
-    options: "Evaluate", harness: Harness, model: Model, tokenizer: Any, source: Source
+    options: "Evaluate", harness: Harness, model: TextModel, tokenizer: Any, source: Source
 ) -> dict[str, dict[str, Any]]:
     from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
 

@@ -16,7 +16,7 @@ from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
-from finetuning.adapters.robust_aggregation import (
+from finetuning.aggregation.robust_aggregation import (
     MAX_DISTANCE,
     MAX_DISTANCE_EQUAL_STEPS,
     believed_sizes,
@@ -26,7 +26,7 @@ from finetuning.adapters.robust_aggregation import (
     update_caps,
     update_factors,
 )
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import digest
 from strategies.exchange import Unanswered, exchange, turns

@@ -22,8 +22,8 @@ from finetuning.model.base_model import (
     refuse_unless_causal,
 )
 from finetuning.model.checkpoint import client_parameters, count_blocks, hidden_size
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 from split.model.exactness import check_exactness
 from split.model.partition import partition_of
 from split.settings import SplitSettings

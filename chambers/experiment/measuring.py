@@ -31,10 +31,10 @@ from finetuning.evaluation.scoring import score
 from finetuning.files import write_json
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import answer, majority_answers, prepare
 from finetuning.tasks.tasks import TASKS, Task
+from finetuning.whole_model import WholeModel
 
 _MAX_TOKENS = 8192
 _REPORTED: set[Measure] = set(get_args(Reported))

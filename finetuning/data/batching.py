@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,14 +15,6 @@ from finetuning.settings import TrainSettings
 
 # Examples are sorted by length within groups of this many micro-batches.
 _GROUPED_MICRO_BATCHES = 50
-
-
-class Prefixed(Protocol):
-    """A whole or split model that can have a prefix."""
-
-    @property
-    def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from finetuning.data.formats import DataError
 from finetuning.evaluation.generation import GREEDY, generate_texts
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.base_model import text_config
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.interface import TextModel
 from finetuning.progress import progress_bar
-from finetuning.tasks.scoring import Model
+from finetuning.whole_model import WholeModel
 
 # Defaults of the harness for tasks and models without limits.
 _NEW_TOKENS = 256
@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     ``max_length`` tokens are truncated at the start.
     """
 
-    def __init__(self, model: Model, tokenizer: Any, max_tokens: int, max_length: int) -> None:
+    def __init__(self, model: TextModel, tokenizer: Any, max_tokens: int, max_length: int) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.max_length = max_length

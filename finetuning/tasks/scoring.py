@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,18 +15,15 @@ from finetuning.data.layouts import question_and_answer
 from finetuning.data.prompts import prompt_rows
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
-from finetuning.evaluation.generation import Answering, generate_texts
-from finetuning.evaluation.log_probabilities import Scoring, log_probabilities
+from finetuning.evaluation.generation import generate_texts
+from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.model.interface import TextModel
 from finetuning.progress import progress_bar
 from finetuning.tasks.question import Question
 from finetuning.tasks.tasks import Task
 
 # Maximum number of texts generated together; more would only add padding.
 _TEXTS_AT_ONCE = 64
-
-
-class Model(Answering, Scoring, Protocol):
-    """Interface that tasks require of a whole or split model."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def prepare(
 
 
 def answer(
-    model: Model, tokenizer: Any, prepared: Prepared, max_tokens: int, new_tokens: int
+    model: TextModel, tokenizer: Any, prepared: Prepared, max_tokens: int, new_tokens: int
 ) -> Answers:
     """Answer questions.
 
@@ -154,7 +151,7 @@ def _continuation(example: Example, marks: torch.Tensor, tokenizer: Any) -> Cont
     return Continuation(context=example.tokens[: example.prompt_length], answer=answer[:end])
 
 
-def _choose(model: Scoring, padding: int, prepared: Prepared, max_tokens: int) -> Answers:
+def _choose(model: TextModel, padding: int, prepared: Prepared, max_tokens: int) -> Answers:
     pairs = zip(prepared.questions, prepared.candidates, strict=True)
     # Group questions of the same line, which share most of their prompts, such as a passage.
     by_line = groupby(pairs, key=lambda pair: pair[0].origin)

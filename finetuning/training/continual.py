@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from finetuning.data.batching import MicroBatch
-from finetuning.model.whole_model import WholeModel
 from finetuning.training.penalty import Penalty
+from finetuning.whole_model import WholeModel
 
 Sum = Literal["all", "tensor"]
 

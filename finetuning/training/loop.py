@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 
 from finetuning.adapters.adapter import State, load_state
-from finetuning.data.batching import MicroBatch, Prefixed, collate, micro_batches
+from finetuning.data.batching import collate, micro_batches
 from finetuning.data.tokenization import Example
 from finetuning.errors import DeadlineError
+from finetuning.model.interface import TrainableModel
 from finetuning.progress import progress_bar
 from finetuning.randomness import derive_seed
 from finetuning.settings import TrainSettings
@@ -22,16 +23,6 @@ from finetuning.training.optimization import (
     make_optimizer,
 )
 from finetuning.training.penalty import Penalty
-
-
-class Stages(Prefixed, Protocol):
-    """The stages of a step; the interface that the loop requires of a whole or split model."""
-
-    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Add the gradient of the mean loss per target; return each batch's summed loss in nats."""
-
-    def clip(self, maximum: float) -> float:
-        """Scale gradients down to the maximum norm (0: no limit); return the original norm."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class Checkpoint(Protocol):
 
 
 def train_round(
-    model: Stages,
+    model: TrainableModel,
     parameters: Mapping[str, torch.nn.Parameter],
     examples: Sequence[Example],
     padding: int,

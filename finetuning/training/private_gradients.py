@@ -15,8 +15,8 @@ import torch
 
 from finetuning.data.batching import MicroBatch, split_rows
 from finetuning.devices import to_device
-from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import RandomBytes, normal, uniform
+from finetuning.whole_model import WholeModel
 
 # Memory limit for the gradients of rows computed together; a single row may exceed it.
 ROW_GRADIENT_BYTES = 256 * 2**20

@@ -24,10 +24,10 @@ from finetuning.data.tokenization import Example
 from finetuning.errors import DeadlineError
 from finetuning.model.base_model import load_base_model, locate
 from finetuning.model.fingerprint import fingerprint
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
+from finetuning.whole_model import WholeModel
 from server_app.report import write_report
 from strategies.fedjudge import FedJudgeBase
 from strategies.journal import Progress

@@ -12,15 +12,15 @@ import torch
 
 from bench.tokens_told import train
 from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
-from finetuning.adapters.robust_aggregation import distance, scaled, update_caps, update_factors
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.robust_aggregation import distance, scaled, update_caps, update_factors
+from finetuning.aggregation.weighted_mean import WeightedMean
 from finetuning.data.batching import collate
 from finetuning.data.layouts import Row, parse_messages
 from finetuning.data.tokenization import tokenize
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 
 CLIENTS, STEPS, ROWS, ATTACK_STEPS = 10, 4, 64, 40
 NAMES = [f"client {number}" for number in range(CLIENTS)]

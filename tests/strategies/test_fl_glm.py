@@ -159,7 +159,7 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, finished):
     from transformers import AutoModelForCausalLM
 
     from finetuning.evaluation.held_out import held_out_loss
-    from finetuning.model.whole_model import WholeModel
+    from finetuning.whole_model import WholeModel
 
     folder, journal = finished("serial")
     measured = {
@@ -193,7 +193,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
     from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.scoring import score
     from finetuning.model.base_model import load_tokenizer
-    from finetuning.model.whole_model import WholeModel
+    from finetuning.whole_model import WholeModel
 
     names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
     answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}

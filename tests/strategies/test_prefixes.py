@@ -60,7 +60,7 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.held_out import held_out_loss
     from finetuning.model.base_model import load_tokenizer
-    from finetuning.model.whole_model import WholeModel
+    from finetuning.whole_model import WholeModel
 
     values = prefix_values | {
         "strategy": "fl-glm",

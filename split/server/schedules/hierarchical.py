@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from finetuning.adapters.adapter import State
-from finetuning.adapters.robust_aggregation import distance, scaled, update_factors
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.robust_aggregation import distance, scaled, update_factors
+from finetuning.aggregation.weighted_mean import WeightedMean
 from finetuning.training.optimization import OptimizerState
 from split.model.partition import PartyName
 from split.protocol.errors import ProtocolError

@@ -26,9 +26,9 @@ from finetuning.data.tokenization import Example
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import BaseModelError, load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
+from finetuning.whole_model import WholeModel
 
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # These architectures have as many key heads as query heads, unlike the common sizes.

@@ -9,8 +9,8 @@ from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "cohere", "gpt2"])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from finetuning.data.formats import DataError
 from finetuning.evaluation.harness import HarnessModel, harness_scores, loaded_tasks
 from finetuning.model.base_model import load_tokenizer
-from finetuning.model.whole_model import WholeModel
+from finetuning.whole_model import WholeModel
 from tests.conftest import WORDS
 
 MARK = "xylophone"

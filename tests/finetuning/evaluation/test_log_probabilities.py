@@ -12,8 +12,8 @@ from finetuning.data.candidates import Continuation, candidate_batches
 from finetuning.data.formats import DataError
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.output_head import output_head, target_log_probabilities
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings
+from finetuning.whole_model import WholeModel
 from tests.finetuning.conftest import ARCHITECTURES, VOCABULARY
 
 

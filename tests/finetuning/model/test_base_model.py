@@ -29,9 +29,9 @@ from finetuning.model.base_model import (
 )
 from finetuning.model.fingerprint import differences, digest, fingerprint
 from finetuning.model.tiny import TinyRecipe, build_tiny
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
+from finetuning.whole_model import WholeModel
 
 
 @pytest.fixture

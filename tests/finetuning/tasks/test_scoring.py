@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.scoring import score
 from finetuning.model.base_model import load_tokenizer
-from finetuning.model.whole_model import WholeModel
 from finetuning.tasks.reading import read_questions
 from finetuning.tasks.scoring import answer, prepare, score_answers
 from finetuning.tasks.tasks import TASKS
+from finetuning.whole_model import WholeModel
 from tests.finetuning.tasks.conftest import ROWS
 
 TEMPLATE = (

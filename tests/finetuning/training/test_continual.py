@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.model.whole_model import WholeModel
 from finetuning.training.continual import ContinualPenalty, importance, shuffled
+from finetuning.whole_model import WholeModel
 
 SHAPES = {"a": (2, 5), "b": (3,), "c": (4, 2)}
 

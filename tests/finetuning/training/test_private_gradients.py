@@ -16,7 +16,6 @@ from peft import LoraConfig, get_peft_model
 from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
 from finetuning.data.batching import collate
 from finetuning.model.base_model import BaseModelError, load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import normal, secret_stream, uniform
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
@@ -26,6 +25,7 @@ from finetuning.training.private_gradients import (
     clipped_sums,
     poisson_steps,
 )
+from finetuning.whole_model import WholeModel
 from tests.finetuning.conftest import HYBRIDS, INPUTS
 
 Gradients = dict[str, torch.Tensor]

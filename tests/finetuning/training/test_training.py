@@ -12,11 +12,11 @@ from transformers import get_scheduler
 
 from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_parameters
 from finetuning.data.tokenization import Example
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
 from finetuning.training.loop import DeadlineError, LocalRound, TrainingReport, train_round
 from finetuning.training.optimization import OptimizerState, squared_norm
 from finetuning.training.proximal import ProximalPenalty
+from finetuning.whole_model import WholeModel
 from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS
 
 

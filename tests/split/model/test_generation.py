@@ -15,8 +15,8 @@ from finetuning.data.batching import collate
 from finetuning.devices import default_device
 from finetuning.model import drafts
 from finetuning.model.base_model import BaseModelError, load_checkpoint
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 from split.model import key_values
 from split.model.adapters import take_apart
 from split.model.key_values import KeyValues, pad

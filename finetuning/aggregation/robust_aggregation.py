@@ -126,7 +126,7 @@ class ImportanceCap:
     J of single weights is heavy-tailed even for honest clients. Therefore a client's J is accepted
     unchanged unless the amounts above 5 times the typical values sum to more than a tenth of the
     rest. In that case each of the client's values is capped at the typical value. (With a cap that
-    is 5 times as high, a J of 1 everywhere would still inflate the penalty of FedJudge Eq. 4.)
+    is 5 times as high, a J of 1 everywhere would still inflate the penalty of FedJudge Eq. 3.)
 
     Call `add` for every tensor before the first call of `cap`.
     """

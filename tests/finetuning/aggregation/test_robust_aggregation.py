@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetuning.adapters.robust_aggregation import (
+from finetuning.aggregation.robust_aggregation import (
     ImportanceCap,
     believed_sizes,
     counted_sizes,
