@@ -20,7 +20,7 @@ from finetuning.adapters.adapter import (
 )
 from finetuning.data.tokenization import Example
 from finetuning.files import filling
-from finetuning.model.base_model import loading_arguments, prepare
+from finetuning.model.base_model import freeze, loading_arguments
 from finetuning.model.interface import TrainableModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
@@ -204,7 +204,7 @@ def load_whole(job: Job) -> Any:
 
     arguments = loading_arguments(job.model, job.client_device)
     model = AutoModelForCausalLM.from_pretrained(job.directory, **arguments)
-    prepare(model, job.model)
+    freeze(model, job.model)
     peft_model = attach_adapter(model, job.adapter, str(job.directory))
     load_adapter(peft_model, job.state())
     return peft_model

@@ -85,7 +85,7 @@ def table(found: Sequence[Mapping[str, Sequence[Told]]]) -> Table:
 
 def examples_of(tokenizer: Any, count: int, seed: int) -> list[Example]:
     """Return questions and answers of one client, which differ in names and wording."""
-    values = matters.questions(matters.divide(3, seed)[0], count, seed, "train")
+    values = matters.write_questions(matters.divide(3, seed)[0], count, seed, "train")
     rows = [Row(parse_messages(value), f"row {n}", dict(value)) for n, value in enumerate(values)]
     # Rows cycle through the matters, so 64 rows outside a round contain all matters.
     return tokenize(rows, tokenizer, _LONGEST)[0]

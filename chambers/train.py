@@ -23,7 +23,7 @@ from federation.run_folder import METRICS, check_resumable, read_events, results
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.files import client_folders
 from finetuning.data.formats import is_hub_id
-from finetuning.model.checkpoint import count_blocks, problem_of, problem_of_shards
+from finetuning.model.checkpoint import count_blocks, find_missing_shards, find_problem
 from finetuning.model.names import BUILT_IN, TINY, resolve
 
 GENERATED_CLIENTS = 3
@@ -286,7 +286,7 @@ def _check_model(config: RunConfig) -> None:
 
         blocks = TinyRecipe.blocks
     elif path.is_absolute():
-        problem = problem_of(path) or problem_of_shards(path)
+        problem = find_problem(path) or find_missing_shards(path)
         blocks = None if problem else count_blocks(path)
     elif not is_hub_id(name):
         problem = "there is no such file or folder"

@@ -87,7 +87,7 @@ def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:
     if settings.pool:
         return CENTER
     if not settings.path:
-        return clients.client_name(settings.generated, index)
+        return clients.name_client(settings.generated, index)
     path = Path(settings.path).expanduser()
     folders = _client_folders(path) if path.is_absolute() else []
     return _one_of(folders, index, count).name if folders else f"client-{index}"

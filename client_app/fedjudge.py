@@ -35,7 +35,7 @@ from finetuning.model.base_model import load_base_model
 from finetuning.model.interface import TrainableModel
 from finetuning.randomness import derive_seed, secret_stream
 from finetuning.settings import AdapterSettings, ModelSettings
-from finetuning.training.continual import ContinualPenalty, importance, shuffled
+from finetuning.training.continual import ContinualPenalty, importance, shuffle_importance
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
@@ -250,7 +250,7 @@ def _penalty(
         return None
     settings, number = task.config.continual, task.instruction.round
     if settings.shuffle:
-        weights = shuffled(weights, derive_seed("importance", task.config.seed, number))
+        weights = shuffle_importance(weights, derive_seed("importance", task.config.seed, number))
     return ContinualPenalty(
         parameters,
         anchor=anchor,

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,16 @@ def write_file(target: Path, content: str | bytes) -> None:
     """Write or replace a file; see `replacing`. Text is encoded in UTF-8."""
     with replacing(target) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def copy_matching(
+    source: Path, patterns: Iterable[str], target: Path, left_out: Iterable[str] = ()
+) -> None:
+    """Copy the files in a folder whose names match one pattern, and none of those left out."""
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            if not any(map(file.match, left_out)):
+                shutil.copyfile(file, target / file.name)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

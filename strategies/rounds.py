@@ -22,13 +22,13 @@ from finetuning.aggregation.robust_aggregation import (
     believed_sizes,
     counted_sizes,
     distance,
-    scaled,
+    scale_update,
     update_caps,
     update_factors,
 )
 from finetuning.aggregation.weighted_mean import WeightedMean
 from finetuning.model.base_model import locate
-from finetuning.model.fingerprint import digest
+from finetuning.model.fingerprint import combine_digests
 from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import Journal, LiveStatus, Progress, reasons, record_scaled
 from strategies.participants import Participants
@@ -106,7 +106,7 @@ class Rounds(Strategy):
             self._status.begin(RunStatus(round=self.progress.finished_rounds))
             self._participants.register_all(grid)
             self._instruction = replace(
-                self._instruction, base=digest(self._participants.fingerprint)
+                self._instruction, base=combine_digests(self._participants.fingerprint)
             )
             finished = self.progress.finished_rounds
             wants_importance = self._evaluation(finished).importance
@@ -188,7 +188,7 @@ class Rounds(Strategy):
         record_scaled(self._journal, server_round, "data size", shares)
         mean = WeightedMean()
         for name, factor in factors.items():
-            mean.add(scaled(state_of(name), reference, factor), counted[name])
+            mean.add(scale_update(state_of(name), reference, factor), counted[name])
         for name in new.metrics:
             personalised = self._personalised(name, new)
             self._journal.keep_personalised(name, personalised, server_round, self._sizes[name])

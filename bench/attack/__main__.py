@@ -20,7 +20,7 @@ from bench.attack.report import one_cell_per_line, tables
 from bench.attack.texts import GENERATED, generated_texts, texts_in
 from bench.harness import command
 from finetuning.model.base_model import load_tokenizer, locate
-from finetuning.model.fingerprint import digest, fingerprint
+from finetuning.model.fingerprint import combine_digests, fingerprint
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
         "vocabulary": config["vocab_size"],
         "versions": {library: version(library) for library in ("torch", "transformers")},
         "sizes": asdict(sizes),
-        "model digest": digest(fingerprint(directory)),
+        "model digest": combine_digests(fingerprint(directory)),
     }
 
 

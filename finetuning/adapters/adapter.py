@@ -1,6 +1,5 @@
 """Attach adapters to a base model, exchange them as tensors, and save them in PEFT's format."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from safetensors.torch import save_file
 
 from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
 from finetuning.devices import is_mixed_precision
-from finetuning.files import replacing
+from finetuning.files import copy_matching, replacing
 from finetuning.model.base_model import (
     BaseModelError,
     load_checkpoint,
@@ -244,9 +243,8 @@ def save_adapter(
     """
     with replacing(directory) as aside:
         aside.mkdir(parents=True)
-        for name in _TOKENIZER.split():
-            for file in checkpoint.glob(name) if checkpoint else ():
-                shutil.copyfile(file, aside / file.name)
+        if checkpoint is not None:
+            copy_matching(checkpoint, _TOKENIZER.split(), aside)
         file = aside / "adapter_model.safetensors"
         if isinstance(state, Path):
             state.rename(file)

@@ -1,7 +1,6 @@
 """Merge a LoRA adapter into its base model's weights."""
 
 import json
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import AdapterError, SavedAdapter
-from finetuning.files import replacing
+from finetuning.files import copy_matching, replacing
 from finetuning.model.base_model import (
     DESCRIPTIONS,
     BaseModelError,
@@ -20,7 +19,7 @@ from finetuning.model.base_model import (
     loading_arguments,
     outline,
 )
-from finetuning.model.checkpoint import WEIGHTS
+from finetuning.model.checkpoint import INDEX, WEIGHTS
 from finetuning.model.gguf_file import ORIGIN
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
@@ -30,7 +29,6 @@ from finetuning.settings import ModelSettings
 _LICENCES = ("LICENSE*", "NOTICE*", "MODEL_LICENSE*")
 # Files of a checkpoint that aren't copied: a different card is written, and there is no GGUF file.
 _LEFT_OUT = {"README.md", ORIGIN}
-_INDEX = "model.safetensors.index.json"
 
 
 def fetch_licence(name: str) -> None:
@@ -90,10 +88,7 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
     described: dict[str, Any] = {} if new is None else {"dtype": dtype}
     with replacing(folder) as aside:
         aside.mkdir(parents=True)
-        for pattern in (*DESCRIPTIONS, *_LICENCES):
-            for file in directory.glob(pattern):
-                if file.name not in _LEFT_OUT:
-                    shutil.copy(file, aside)
+        copy_matching(directory, (*DESCRIPTIONS, *_LICENCES), aside, _LEFT_OUT)
         for file in (files := sorted(directory.glob(WEIGHTS))):
             tensors = load_file(file)
             for name, full in full_names(whole, tensors).items():
@@ -106,7 +101,7 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
                 name = f"language_model.{output}" if nested else output
                 tensors[name] = changed[left.pop()]
                 described["tie_word_embeddings"] = False
-                _update(aside / _INDEX, "weight_map", {name: file.name})
+                _update(aside / INDEX, "weight_map", {name: file.name})
             if new is not None:
                 tensors = {n: v.to(new) if v.is_floating_point() else v for n, v in tensors.items()}
             save_file(tensors, aside / file.name, metadata={"format": "pt"})

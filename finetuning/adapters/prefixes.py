@@ -61,7 +61,7 @@ def _keys_and_values(
     return keys, values
 
 
-def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
+def drop_positions(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
     """Apply dropout to a (length, columns) prefix for each row; return (rows, length, columns).
 
     The prefix is returned unchanged if the rate is 0.
@@ -69,7 +69,7 @@ def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
     return torch.nn.functional.dropout(prefix.expand(rows, -1, -1), rate) if rate else prefix
 
 
-def shifted(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
+def shift_inputs(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return a backbone's inputs with the mask and positions, if any, shifted by ``length``."""
     result = dict(inputs)
     if "attention_mask" in inputs:
@@ -110,13 +110,13 @@ class BlockPrefixes:
         dropout is applied to the prefixes.
         """
         prefixes = {
-            number: with_dropout(prefix, rows, self._dropout * training)
+            number: drop_positions(prefix, rows, self._dropout * training)
             for number, prefix in self._blocks.items()
         }
         cache = prefix_cache(
             prefixes=prefixes, length=self.length, config=self._config, rows=rows, dtype=dtype
         )
-        return {**shifted(inputs, self.length), "past_key_values": cache}
+        return {**shift_inputs(inputs, self.length), "past_key_values": cache}
 
     @torch.no_grad()
     def fill(self, cache: Any, rows: int, dtype: torch.dtype) -> None:

@@ -68,7 +68,7 @@ def update_caps(
     return {n: most if n in known else most / max(1.0, s / median) for n, s in believed.items()}
 
 
-def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -> State:
+def scale_update(state: State, reference: Mapping[str, torch.Tensor], factor: float) -> State:
     """Scale an adapter's difference from ``reference``; return ``state`` itself if factor is 1."""
     if factor == 1:
         return state

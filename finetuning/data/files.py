@@ -44,11 +44,11 @@ def client_folders(path: Path) -> list[Path]:
         raise DataError(
             f"{path} has folders of clients, and rows beside them that belong to no client; move "
             "these into a client's folder, or elsewhere",
-            names_of(beside or sorted(own)),
+            list_names(beside or sorted(own)),
         )
     without = [folder for folder in folders if folder not in clients]
     if without:
-        found = "; ".join(f"{folder.name} has {names_of(entries(folder))}" for folder in without)
+        found = "; ".join(f"{folder.name} has {list_names(entries(folder))}" for folder in without)
         which = f"{len(without)} of the {len(folders)} folders in {path} have {_NO_ROWS}"
         raise DataError(f"{which}; rename their files, or move the folders elsewhere", found)
     return clients
@@ -67,7 +67,7 @@ def find_parts(path: Path, held_out: str) -> Parts:
         raise DataError(f"{path} doesn't exist")
     train = find_part(path, "train")
     if not train:
-        raise DataError(f"{path} has {_NO_ROWS}", "found " + names_of(entries(path)))
+        raise DataError(f"{path} has {_NO_ROWS}", "found " + list_names(entries(path)))
     parts = (find_part(path, name) for name in (held_out, *_VALIDATION))
     test = next(filter(None, parts), [])
     used = {*train, *test}
@@ -91,7 +91,7 @@ def find_part(folder: Path, part: str) -> list[Path]:
     found = [entry for place in places for entry in entries(place) if _is_of(entry, part)]
     kinds = {(entry.parent, format_of(entry) or "", _stem(entry) == part) for entry in found}
     if len(kinds) > 1 or (len(found) > 1 and _stem(found[0]) == part):
-        raise DataError(f"{folder} has {names_of(found, ' and ')}; keep one")
+        raise DataError(f"{folder} has {list_names(found, ' and ')}; keep one")
     files = [file for entry in found for file in ([entry] if entry.is_file() else _rows_in(entry))]
     counts = {int(match[1]) for file in files if (match := _SHARDS.search(file.name))}
     if counts and counts != {len(files)}:
@@ -99,7 +99,7 @@ def find_part(folder: Path, part: str) -> list[Path]:
     return files
 
 
-def names_of(paths: Sequence[Path], separator: str = ", ") -> str:
+def list_names(paths: Sequence[Path], separator: str = ", ") -> str:
     """Return the first of the names of files and folders; folders' names end with a slash."""
     names = [path.name + "/" * path.is_dir() for path in paths]
     more = [f"{len(names) - _SHOWN} more"] if names[_SHOWN:] else []

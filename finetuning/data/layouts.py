@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetuning.columns import ANSWERS, CHATS, COLUMNS, MORE, QUESTIONS, SYSTEMS
+from finetuning.columns import (
+    ANSWER_COLUMNS,
+    CHAT_COLUMNS,
+    COLUMNS,
+    MORE_COLUMNS,
+    QUESTION_COLUMNS,
+    SYSTEM_COLUMNS,
+)
 from finetuning.data.formats import DataError, parse_json, refuse_duplicates
 
 # Columns that an answer may depend on, but that can't be used.
@@ -57,7 +64,7 @@ def parse_row(
     own = {k: columns.get(k, f"\t{k}") if columns else k.strip().lower() for k in value}
     refuse_duplicates(list(own.values()), "has two columns of the same name")
     reader = _Reader({own[k]: v for k, v in value.items() if not _is_empty(v)}, answer)
-    chat = next((key for key in CHATS if key in reader.found), None)
+    chat = next((key for key in CHAT_COLUMNS if key in reader.found), None)
     if "chosen" in reader.found or "rejected" in reader.found:
         raise DataError(
             "has preferences; to learn only the answers in 'chosen', set data.columns to "
@@ -83,7 +90,7 @@ class _Reader:
 
     def add_system(self) -> None:
         """Add the system turn at the beginning, unless there is one."""
-        key = next((key for key in SYSTEMS if key in self.found), None)
+        key = next((key for key in SYSTEM_COLUMNS if key in self.found), None)
         if key and [role for role, *_ in self.turns[:1]] != ["system"]:
             self.turns.insert(0, ("system", self.text(key), False))
 
@@ -91,12 +98,16 @@ class _Reader:
         """Add a question and its answer; ``present`` includes columns with blank text."""
         question, answer = (
             next((key for names in (self.found, present) for key in known if key in names), "")
-            for known in (QUESTIONS, ANSWERS)
+            for known in (QUESTION_COLUMNS, ANSWER_COLUMNS)
         )
         if not question or not (answer or self.answer):
             if "text" in self.found:
                 raise DataError("has only 'text', without an answer to learn from; divide the text")
-            wanted = ("answer", ANSWERS) if question else ("question", (*CHATS, *QUESTIONS))
+            wanted = (
+                ("answer", ANSWER_COLUMNS)
+                if question
+                else ("question", (*CHAT_COLUMNS, *QUESTION_COLUMNS))
+            )
             raise DataError(
                 f"has no {wanted[0]} ({', '.join(wanted[1])}); data.columns can name other columns",
                 f"found {', '.join(repr(key.strip()) for key in present) or 'nothing'}",
@@ -109,11 +120,14 @@ class _Reader:
             # As in TRL, only the completion is learnt.
             self.turns[before:] = [(*turn[:2], False) for turn in self.turns[before:]]
         else:
-            texts = [question, *(key for key in MORE if key in self.found and key != question)]
+            texts = [
+                question,
+                *(key for key in MORE_COLUMNS if key in self.found and key != question),
+            ]
             self.turns.append(("user", "\n".join(map(self.text, texts)), False))
         if self.answer is not None:
             self.turns.append(("assistant", self.answer, True))
-            self.used += ANSWERS
+            self.used += ANSWER_COLUMNS
         elif isinstance(self.found.get(answer), list):
             self.add_turns(answer)
         else:

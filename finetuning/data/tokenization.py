@@ -22,8 +22,9 @@ from finetuning.data.chat_template import (
     Messages,
     Spans,
     TurnsChangeError,
-    guarded,
-    render,
+    guard_contents,
+    render_conversation,
+    unused_character,
 )
 from finetuning.data.formats import DataError
 from finetuning.data.rows import LeaveOut, Row, report_problems
@@ -52,15 +53,17 @@ class _Conversation:
     only_last: bool
     text: str
     spans: Spans
-    guard: str  # see `guarded`
+    guard: str  # see `guard_contents`
     context: Set[int]  # indices of answers that are not targets
 
     @classmethod
     def of(
         cls, messages: Messages, tokenizer: Any, only_last: bool, context: Set[int] = frozenset()
     ) -> "_Conversation":
-        guard, written = guarded(messages, tokenizer)
-        return cls(messages, only_last, *render(written, tokenizer, only_last), guard, context)
+        guard, written = guard_contents(messages, tokenizer)
+        return cls(
+            messages, only_last, *render_conversation(written, tokenizer, only_last), guard, context
+        )
 
 
 @dataclass(frozen=True)
@@ -168,15 +171,12 @@ def tokens_of_beginning(row: Row, tokenizer: Any) -> torch.Tensor:
     """
     *before, last = row.messages
     # Only this character shows where the text ends, since a template can write anything after it.
-    text = "".join(turn["content"] for turn in row.messages)
-    end = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+    end = unused_character("".join(turn["content"] for turn in row.messages))
     probed = replace(row, messages=(*before, {**last, "content": last["content"] + end}))
     try:
         conversation = _conversations(probed, tokenizer)[-1]
     except DataError as reason:
-        raise DataError(
-            f"{row.origin}: {reason}", public=f"{row.origin}: {reason.public}"
-        ) from None
+        raise reason.at(row.origin) from None
     until = conversation.text.rindex(end)
     spans = [(start, min(after, until)) for start, after in conversation.spans]
     (tokens,) = _encode(

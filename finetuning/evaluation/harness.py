@@ -171,7 +171,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 
 @contextmanager
-def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
+def load_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
     """Load tasks with their rows, yield a `TaskManager`, and delete copies of the rows on exit.
 
     No rows remain in the caches of ``datasets`` and ``evaluate`` or in their temporary folder,
@@ -206,7 +206,7 @@ def harness_scores(
 ) -> dict[str, dict[str, Any]]:
     """Return the number of questions and the metrics of each task or group of tasks.
 
-    ``manager`` is from `loaded_tasks`, whose context must still be active; ``limit`` is the maximum
+    ``manager`` is from `load_tasks`, whose context must still be active; ``limit`` is the maximum
     number of rows of each task, or None for all rows.
     """
     found = simple_evaluate(

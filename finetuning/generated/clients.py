@@ -25,7 +25,7 @@ class GeneratedClient(NamedTuple):
     test: Values
 
 
-def client_name(kind: str, index: int) -> str:
+def name_client(kind: str, index: int) -> str:
     """Return a client's name; ``kind`` is a value of ``data.generated``."""
     if kind != "styles":
         return f"school-{index + 1}"
@@ -41,7 +41,7 @@ def generate_client(kind: str, index: int, count: int, seed: int) -> GeneratedCl
     matters and end with the client's own. Raise a ValueError if there are more clients than
     matters.
     """
-    name = client_name(kind, index)
+    name = name_client(kind, index)
     if kind == "styles":
         copy, number = divmod(index, len(STYLES))
         style, own_seed = STYLES[number], derive_seed("generated", seed, copy)
@@ -52,5 +52,7 @@ def generate_client(kind: str, index: int, count: int, seed: int) -> GeneratedCl
     own_seed = derive_seed("generated", seed, index)
     known = matters.MATTERS if kind == "matters-even" else divided[index]
     sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS
-    train = matters.questions(known, sizes[index % len(sizes)], own_seed, "train")
-    return GeneratedClient(name, train, matters.questions(tested, len(tested), own_seed, "test"))
+    train = matters.write_questions(known, sizes[index % len(sizes)], own_seed, "train")
+    return GeneratedClient(
+        name, train, matters.write_questions(tested, len(tested), own_seed, "test")
+    )

@@ -15,12 +15,12 @@ from finetuning.devices import default_device, default_dtype
 from finetuning.errors import UserError
 from finetuning.model.checkpoint import (
     WEIGHTS,
-    problem_of,
-    problem_of_quantization,
-    problem_of_shards,
+    find_missing_shards,
+    find_problem,
+    find_quantization_problem,
     vocabulary_size,
 )
-from finetuning.model.gguf_file import GGUFError, checkpoint_of
+from finetuning.model.gguf_file import GGUFError, convert_gguf
 from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, public_name, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import accelerators, device_map, hand_over, path_of_blocks
@@ -91,10 +91,10 @@ def locate(name: str) -> Path:
         path = fetch(name)
     elif path.is_file():
         try:
-            return checkpoint_of(path)
+            return convert_gguf(path)
         except GGUFError as error:
             raise BaseModelError(f'model.name = "{name}": {error}') from error
-    problem = problem_of(path)
+    problem = find_problem(path)
     if problem is not None:
         raise BaseModelError(f'model.name = "{name}": {problem}')
     return path
@@ -175,7 +175,7 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
             arguments["device_map"] = device_map(whole, path, devices)
     model = load_checkpoint(directory, **arguments)
     hand_over(model, arguments["device_map"])
-    prepare(model, settings)
+    freeze(model, settings)
     refuse_unless_causal(model, directory)
     tokenizer, named = load_tokenizer(directory), public_name(settings.name)
     return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
@@ -245,7 +245,7 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
 
     config = text_config(directory)
     refuse_quantized(directory)
-    if problem := problem_of_shards(directory):
+    if problem := find_missing_shards(directory):
         raise BaseModelError(problem)
     if arguments.get("quantization_config") and hasattr(config, "altup_coef_clip"):
         # Gemma 3n limits these modules' weights in training.
@@ -344,7 +344,7 @@ def loading_arguments(settings: ModelSettings, device: str | None = None) -> dic
     return {"dtype": dtype, "device_map": {"": chosen}, "quantization_config": quantization}
 
 
-def prepare(model: Any, settings: ModelSettings) -> None:
+def freeze(model: Any, settings: ModelSettings) -> None:
     """Freeze a loaded model, and enable gradient checkpointing if the settings request it."""
     model.requires_grad_(False)
     if settings.quantization == "nf4" and model.device.type == "cpu":
@@ -381,7 +381,7 @@ def fetch(name: str, files: Sequence[str] = FILES) -> Path:
 
 def refuse_quantized(directory: Path) -> None:
     """Raise a BaseModelError if a checkpoint was saved with quantised weights."""
-    if problem := problem_of_quantization(directory):
+    if problem := find_quantization_problem(directory):
         raise BaseModelError(problem)
 
 

@@ -54,7 +54,7 @@ def device_map(model: Any, path: str, devices: Sequence[str]) -> dict[str, str]:
                 (before if first or "rot" in name else after).append(full)
     blocks = dict(model.get_submodule(path).named_children())
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    places = zip(blocks, spread(sizes, [_room(device) for device in devices]), strict=True)
+    places = zip(blocks, assign_blocks(sizes, [_room(device) for device in devices]), strict=True)
     return (
         dict.fromkeys(before, devices[0])
         | {f"{path}.{name}": devices[number] for name, number in places}
@@ -70,7 +70,7 @@ def _room(device: str) -> int:
     return int(free)
 
 
-def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
+def assign_blocks(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     """Assign consecutive blocks to devices, in proportion to the free memory of each device.
 
     Return the index of each block's device: the device whose share contains the block's midpoint.

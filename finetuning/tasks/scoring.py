@@ -56,7 +56,7 @@ class Answers:
     probabilities: list[float]
 
 
-def prepare(
+def prepare_questions(
     tokenizer: Any, task: Task, questions: Sequence[Question], prompt_length: int
 ) -> Prepared:
     """Convert questions to tokens.
@@ -73,7 +73,7 @@ def prepare(
     return Prepared(task=task, questions=questions, candidates=[], prompts=prompts)
 
 
-def answer(
+def answer_questions(
     model: TextModel, tokenizer: Any, prepared: Prepared, max_tokens: int, new_tokens: int
 ) -> Answers:
     """Answer questions.

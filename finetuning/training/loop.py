@@ -64,7 +64,7 @@ class TrainingReport:
         return sum(self.shares) / max(len(self.shares) - 1, 1) if self.shares else None
 
 
-class Checkpoint(Protocol):
+class RoundCheckpoint(Protocol):
     """Storage of an unfinished round."""
 
     def load(self) -> tuple[TrainingReport, State, OptimizerState] | None:
@@ -89,7 +89,7 @@ def train_round(
     penalty: Penalty | None = None,
     optimizer_state: OptimizerState | None = None,
     description: str = "training",
-    checkpoint: Checkpoint | None = None,
+    checkpoint: RoundCheckpoint | None = None,
 ) -> tuple[TrainingReport, OptimizerState]:
     """Train the adapter for one round.
 

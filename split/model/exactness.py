@@ -21,7 +21,7 @@ from finetuning.model.base_model import (
     refuse_unless_causal,
     text_config,
 )
-from finetuning.model.fingerprint import config_digest
+from finetuning.model.fingerprint import digest_config
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters
@@ -60,7 +60,7 @@ def check_exactness(
     Raise a BaseModelError that names the architecture if the results differ, or the architecture is
     not causal or cannot be tested.
     """
-    facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
+    facts = [digest_config(directory / "config.json"), astuple(partition), prefixes, generation]
     mark = cache_directory() / "exactness" / _key(facts)
     if mark.is_file():
         return

@@ -13,12 +13,12 @@ from finetuning.model.base_model import (
     TEXT_TENSORS,
     BaseModelError,
     fetch,
+    freeze,
     generation_settings,
     loading_arguments,
     locate,
     locate_description,
     outline,
-    prepare,
     refuse_incomplete,
     refuse_quantized,
 )
@@ -122,7 +122,7 @@ def load_parts(
             sources=sources,
             quantized=settings.quantization != "none",
         )
-        prepare(model, settings)
+        freeze(model, settings)
         parts[party] = Part(
             model=model, party=party, partition=partition, digests=digests, dtype=arguments["dtype"]
         )

@@ -55,7 +55,7 @@ def court_facts(row: dict[str, str]) -> tuple[str, ...]:
 def question_patterns() -> list[tuple[str, re.Pattern[str]]]:
     """Return, for each form of question about a matter, the matter and a regular expression."""
     patterns = []
-    for name, matter in consultation.MATTERS.items():
+    for name, matter in consultation.PROBLEMS.items():
         values = {
             key: f"(?P<{key}>{'|'.join(map(re.escape, matter[f'{key}s']))})"
             for key in ("thing", "extent")
@@ -230,7 +230,7 @@ def test_the_answer_follows_from_the_input(
 
 def test_at_least_twelve_matters_in_every_style() -> None:
     assert set(court.ACTS) == {offence.name for offence in OFFENCES}
-    assert min(len(court.ACTS), len(consultation.MATTERS), len(reasoning.MATTERS)) >= 12
+    assert min(len(court.ACTS), len(consultation.PROBLEMS), len(reasoning.RULES)) >= 12
 
 
 def test_text_is_clean(

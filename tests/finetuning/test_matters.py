@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from finetuning.generated.matters import MATTERS, divide, questions
+from finetuning.generated.matters import MATTERS, divide, write_questions
 
 COUNT = 100
 
@@ -24,17 +24,17 @@ def test_institutions_have_different_matters_by_the_seed():
 
 
 def test_what_one_institution_reads_answers_no_question_of_another_s():
-    known = [questions(own, COUNT, 7, "train") for own in divide(3, 0)]
+    known = [write_questions(own, COUNT, 7, "train") for own in divide(3, 0)]
     one, two, three = map(articles, known)
     assert [len(one), len(two), len(three)] == [4, 4, 4]
     assert len(one | two | three) == 12
     for rows, matters in zip(known, divide(3, 0), strict=True):
         outputs = {row["output"] for row in rows}
-        assert outputs == {row["output"] for row in questions(matters, 4, 8, "test")}
+        assert outputs == {row["output"] for row in write_questions(matters, 4, 8, "test")}
 
 
 def test_a_question_tells_neither_article_nor_rule():
-    for row in questions(MATTERS, 12 * COUNT, 3, "train"):
+    for row in write_questions(MATTERS, 12 * COUNT, 3, "train"):
         numbers = re.findall(r"\d+", row["output"])
         rule = row["output"].partition(", ")[2].split()
         assert not re.search(r"\d|Article", row["input"])
@@ -42,9 +42,9 @@ def test_a_question_tells_neither_article_nor_rule():
 
 
 def test_a_call_repeats_and_a_longer_one_extends_it():
-    first = questions(MATTERS[:4], 50, 3, "train")
-    assert first == questions(MATTERS[:4], 80, 3, "train")[:50]
-    assert first != questions(MATTERS[:4], 50, 4, "train")
+    first = write_questions(MATTERS[:4], 50, 3, "train")
+    assert first == write_questions(MATTERS[:4], 80, 3, "train")[:50]
+    assert first != write_questions(MATTERS[:4], 50, 4, "train")
     assert len({row["input"] for row in first}) == 50
 
 
@@ -52,7 +52,7 @@ def test_train_and_test_ask_about_other_people():
     def people(seed, split):
         found = set()
         for matter in MATTERS:
-            for row in questions([matter], COUNT, seed, split):
+            for row in write_questions([matter], COUNT, seed, split):
                 found |= {(matter, name) for name in re.findall(r"[A-Z]\w+ [A-Z]\w+", row["input"])}
         return found
 
@@ -60,7 +60,7 @@ def test_train_and_test_ask_about_other_people():
 
 
 def test_text_is_clean():
-    for row in questions(MATTERS, 12 * COUNT, 5, "test"):
+    for row in write_questions(MATTERS, 12 * COUNT, 5, "test"):
         for text in (row["input"], row["output"]):
             assert text == text.strip() and text[0].isupper() and text[-1] in ".?"
             assert not re.search(r"[{}]|  |\.\.| [.,;?]|None", text), text

@@ -10,7 +10,7 @@ from finetuning.aggregation.robust_aggregation import (
     believed_sizes,
     counted_sizes,
     distance,
-    scaled,
+    scale_update,
     update_caps,
     update_factors,
 )
@@ -64,11 +64,11 @@ def test_sizes_are_limited_by_agreements_or_the_median_of_the_others(values, agr
 @given(st.integers(0, 100), st.floats(1e-9, 1.0))
 def test_a_scaled_update_is_as_long_as_it_may_be(seed, factor):
     state, reference = drawn(seed), drawn(seed + 1)
-    result = scaled(state, reference, factor)
+    result = scale_update(state, reference, factor)
     assert distance(result, reference) == pytest.approx(
         factor * distance(state, reference), rel=1e-5, abs=1e-6
     )
-    assert scaled(state, reference, 1.0) is state
+    assert scale_update(state, reference, 1.0) is state
 
 
 @given(sizes, st.floats(0.01, 1.0))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetuning.data.chat_template import render
+from finetuning.data.chat_template import render_conversation
 from finetuning.data.formats import DataError
 from finetuning.data.prompts import tokenize_prompts
 from finetuning.data.tokenization import end_marks, tokenize, tokens_of_beginning
@@ -133,7 +133,9 @@ def test_a_template_s_beginning_mark_is_not_doubled(tokenizer_of, kind):
 def test_a_token_that_would_reach_from_the_prompt_into_the_answer_is_divided(tokenizer_of, kind):
     tokenizer = tokenizer_of(kind, NO_MARKS)
     row = question("Is it void?", "the court")
-    whole = tokenizer(render(row.messages, tokenizer)[0], add_special_tokens=False)["input_ids"]
+    whole = tokenizer(render_conversation(row.messages, tokenizer)[0], add_special_tokens=False)[
+        "input_ids"
+    ]
     prompt = generation_prompt(tokenizer, row)
     assert whole[: len(prompt)] != prompt  # " the" is one token
     (example,), _ = tokenize([row], tokenizer, 500)
@@ -211,7 +213,7 @@ def test_only_delimiters_among_ordinary_added_tokens_are_control_tokens(tokenize
 
 def test_what_is_trained_does_not_depend_on_the_day(tokenizer_of):
     tokenizer = tokenizer_of("byte_level_bpe", "{{ strftime_now('%d %b %Y') }}" + CHATML)
-    text, _ = render(row_of(*CONVERSATION).messages, tokenizer)
+    text, _ = render_conversation(row_of(*CONVERSATION).messages, tokenizer)
     assert text.startswith("26 Jul 2024<|im_start|>user")
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.training.continual import ContinualPenalty, importance, shuffled
+from finetuning.training.continual import ContinualPenalty, importance, shuffle_importance
 from finetuning.whole_model import WholeModel
 
 SHAPES = {"a": (2, 5), "b": (3,), "c": (4, 2)}
@@ -90,7 +90,11 @@ def test_the_share_asked_for_is_the_share_whatever_importance_and_gradients_are(
 
 def test_shuffled_importance_keeps_each_tensor_s_values_in_other_places():
     j = draw(2, positive=True)
-    first, again, other = shuffled(j, 1), shuffled(dict(reversed(j.items())), 1), shuffled(j, 2)
+    first, again, other = (
+        shuffle_importance(j, 1),
+        shuffle_importance(dict(reversed(j.items())), 1),
+        shuffle_importance(j, 2),
+    )
     for name, value in j.items():
         assert torch.equal(first[name].flatten().sort().values, value.flatten().sort().values)
         assert first[name].shape == value.shape
