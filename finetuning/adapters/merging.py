@@ -85,7 +85,7 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
     """
     whole, left = outline(directory), set(changed)
     new = None if dtype == "auto" else getattr(torch, dtype)
-    described: dict[str, Any] = {} if new is None else {"dtype": dtype}
+    config_changes: dict[str, Any] = {} if new is None else {"dtype": dtype}
     with replacing(folder) as aside:
         aside.mkdir(parents=True)
         copy_matching(directory, (*DESCRIPTIONS, *_LICENCES), aside, _LEFT_OUT)
@@ -100,7 +100,7 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
                 nested = any(name.startswith("language_model.") for name in tensors)
                 name = f"language_model.{output}" if nested else output
                 tensors[name] = changed[left.pop()]
-                described["tie_word_embeddings"] = False
+                config_changes["tie_word_embeddings"] = False
                 _update(aside / INDEX, "weight_map", {name: file.name})
             if new is not None:
                 tensors = {n: v.to(new) if v.is_floating_point() else v for n, v in tensors.items()}
@@ -111,7 +111,7 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
                 "the adapter can't be merged"
             )
         for part in ("", "text_config"):
-            _update(aside / "config.json", part, described)
+            _update(aside / "config.json", part, config_changes)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 

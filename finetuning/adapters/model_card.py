@@ -93,9 +93,9 @@ def merged_card(
     maps clients to the held-out losses, in nats per token, of the base model and of the adapter;
     the card has the means. The adapter's card is appended.
     """
-    found = _metadata_of(directory)
-    licence = found.get("license")
-    named = {key: found[key] for key in ("license_name", "license_link") if found.get(key)}
+    original = _metadata_of(directory)
+    licence = original.get("license")
+    named = {key: original[key] for key in ("license_name", "license_link") if original.get(key)}
     metadata = ModelCardData(
         base_model=_on_hub(base),
         library_name="transformers",
@@ -142,10 +142,10 @@ def _metadata_of(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found: dict[str, Any] = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+        metadata: dict[str, Any] = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, YAMLError):  # the card has no readable metadata
         return {}
-    return found
+    return metadata
 
 
 def _section_of(directory: Path) -> str:

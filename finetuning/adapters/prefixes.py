@@ -151,7 +151,7 @@ def refuse_without_prefix(model: Any, length: int) -> None:
         token = torch.zeros(1, 1, width, dtype=prefix.dtype, device="meta")
         model.base_model(inputs_embeds=token, past_key_values=cache, use_cache=False)
         lengths = [layer.get_seq_length() for layer in cache.layers]
-        without = [i for i, found in enumerate(lengths) if found != length + 1]
+        without = [i for i, cached in enumerate(lengths) if cached != length + 1]
         reason = f"block {without[0]} has no attention that reads a prefix" if without else ""
     except Exception as error:  # An unsupported architecture can raise any exception.
         reason = f"{type(error).__name__}: {error}".partition(". ")[0]

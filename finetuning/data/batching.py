@@ -34,8 +34,8 @@ class MicroBatch:
         """Return the micro-batch with everything but the lengths on a device."""
         if self.tokens.device == device:
             return self
-        given = (self.tokens, self.positions, self.labels)
-        tokens, positions, labels = to_device_together(given, device)
+        tensors = (self.tokens, self.positions, self.labels)
+        tokens, positions, labels = to_device_together(tensors, device)
         return replace(self, tokens=tokens, positions=positions, labels=labels)
 
 
@@ -141,7 +141,8 @@ def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[l
     # Only the last batch can be short. Keep it last, so that every other step is full.
     short = [batches.pop()] if len(batches[-1]) < size else []
     batches = [batches[index] for index in random.permutation(len(batches))] + short
-    return [
-        [index for batch in batches[first : first + settings.accumulation] for index in batch]
-        for first in range(0, len(batches), settings.accumulation)
-    ]
+    steps = []
+    for first in range(0, len(batches), settings.accumulation):
+        batches_of_step = batches[first : first + settings.accumulation]
+        steps.append([index for batch in batches_of_step for index in batch])
+    return steps

@@ -60,7 +60,7 @@ def guard_contents(messages: Messages, tokenizer: Any) -> tuple[str, Messages]:
     """Break up the texts of control tokens in contents, which would open or end turns.
 
     Return the character that is inserted into them and occurs nowhere else (see
-    `tokenization.without_guard`), or "" if there are none, and the messages.
+    `encoding.without_guard`), or "" if there are none, and the messages.
     """
     control = _control_tokens(tokenizer, str(tokenizer.chat_template))
     if not any(control.search(turn["content"]) for turn in messages):

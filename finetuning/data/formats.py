@@ -54,8 +54,8 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """
     if isinstance(path, str):
         source = f"{path} is not an absolute path, and the data set with this id"
-        found = _DATA_SET_ID.fullmatch(path)
-        options = {key: text for key, text in found.groupdict().items() if text} if found else {}
+        match = _DATA_SET_ID.fullmatch(path)
+        options = {key: text for key, text in match.groupdict().items() if text} if match else {}
         yield from _number(path, _stream(source, **{"path": path, **options}))
         return
     if not path.is_file():

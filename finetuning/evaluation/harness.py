@@ -88,8 +88,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             ]
             for request in requests
         ]
-        found = iter(self._loglikelihood_tokens([w for own in windows for w in own]))
-        return [sum(next(found)[0] for _ in own) for own in windows]
+        likelihoods = iter(self._loglikelihood_tokens([w for own in windows for w in own]))
+        return [sum(next(likelihoods)[0] for _ in own) for own in windows]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Continue each context until a stop sequence is generated."""
@@ -157,14 +157,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             kept = context[max(0, len(context) + len(answer) - self.max_length - 1) :]
             groups.setdefault(tuple(kept), []).append(index)
             continuations[index] = Continuation(torch.tensor(kept), torch.tensor(answer))
-        found = log_probabilities(
+        likelihoods_of_groups = log_probabilities(
             model=self._model,
             groups=[[continuations[i] for i in group] for group in groups.values()],
             padding=self.tokenizer.pad_token_id,
             max_tokens=self._max_tokens,
         )
         results = [(0.0, True)] * len(requests)
-        for group, likelihoods in zip(groups.values(), found, strict=True):
+        for group, likelihoods in zip(groups.values(), likelihoods_of_groups, strict=True):
             for index, likelihood in zip(group, likelihoods, strict=True):
                 results[index] = (likelihood.log_probability, likelihood.is_greedy)
         return results
@@ -209,7 +209,7 @@ def harness_scores(
     ``manager`` is from `load_tasks`, whose context must still be active; ``limit`` is the maximum
     number of rows of each task, or None for all rows.
     """
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=model,
         tasks=list(names),
         task_manager=manager,
@@ -217,7 +217,7 @@ def harness_scores(
         bootstrap_iters=0,
         log_samples=False,
     )
-    counts = found["n-samples"]
+    counts = results["n-samples"]
     return {
         task: {
             "questions": counts.get(task, {}).get("effective"),
@@ -227,7 +227,7 @@ def harness_scores(
                 if isinstance(value, int | float) and "_stderr" not in key and "," in key
             },
         }
-        for task, values in found["results"].items()
+        for task, values in results["results"].items()
     }
 
 

@@ -34,9 +34,9 @@ def log_probabilities(
     batches = candidate_batches(groups, padding, model.columns_before, max_tokens)
     with progress_bar(total=sum(map(len, groups)), description="scoring") as bar:
         for batch in batches:
-            found, likeliest = model.log_probabilities(batch)
+            values, likeliest = model.log_probabilities(batch)
             for (group, candidate, token), value, is_likeliest in zip(
-                batch.owners, found.tolist(), likeliest.tolist(), strict=True
+                batch.owners, values.tolist(), likeliest.tolist(), strict=True
             ):
                 sums[group][candidate] += value
                 greedy[group][candidate] &= is_likeliest

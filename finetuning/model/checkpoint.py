@@ -125,8 +125,8 @@ def count_blocks(checkpoint: Path) -> int | None:
         blocks = re.findall(r"^blk\.(\d+)\.", "\n".join(read_header(checkpoint).weights), re.M)
         return max(map(int, blocks)) + 1 if blocks else None
     config = _config(checkpoint) or {}
-    found = next((config[key] for key in _BLOCKS if key in config), None)
-    return found if isinstance(found, int) else None
+    number = next((config[key] for key in _BLOCKS if key in config), None)
+    return number if isinstance(number, int) else None
 
 
 def hidden_size(checkpoint: Path) -> int:

@@ -26,8 +26,8 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
     """
     files = sorted(directory.glob(WEIGHTS))
     wanted = None if names is None else sorted(names)
-    found = [stamp for file in files for stamp in stamps(file.resolve())]
-    key = hashlib.sha256(json.dumps([found, wanted]).encode()).hexdigest()
+    file_stamps = [stamp for file in files for stamp in stamps(file.resolve())]
+    key = hashlib.sha256(json.dumps([file_stamps, wanted]).encode()).hexdigest()
     kept = cached(
         cache_directory() / "fingerprints" / f"{key}.json",
         lambda aside: aside.write_text(json.dumps(_tensor_digests(files, wanted))),
@@ -46,10 +46,10 @@ def combine_digests(fingerprint: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()
 
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+def differences(ours: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
     """Return the sorted names of entries that differ or are missing in one of the fingerprints."""
     return sorted(
-        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+        name for name in ours.keys() | others.keys() if ours.get(name) != others.get(name)
     )
 
 

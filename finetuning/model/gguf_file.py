@@ -120,10 +120,10 @@ def _reader(file: Path) -> Any:
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
             # The data is sliced for each token; a memmap takes four times as long as an array.
             self.data: Any = np.asarray(self.data)
-            found = super()._get(offset, dtype, count, *order, **options)
-            if len(found) < count:
+            values = super()._get(offset, dtype, count, *order, **options)
+            if len(values) < count:
                 raise ValueError("it ends within its header")
-            return found
+            return values
 
     return Reader(file)
 

@@ -16,9 +16,9 @@ from torch import nn
 
 def accelerators() -> list[str]:
     """Return the accelerators that PyTorch finds, such as ``cuda:0``."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if found is None else torch.accelerator.device_count()
-    return [f"{found.type}:{number}" for number in range(count)] if found else []
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return [f"{accelerator.type}:{number}" for number in range(count)] if accelerator else []
 
 
 def path_of_blocks(model: Any, blocks: int) -> str | None:
@@ -93,7 +93,7 @@ def hand_over(model: Any, devices: Mapping[str, str]) -> None:
     for (path, device), (_, following) in pairwise(devices.items()):
         if device != following:
 
-            def send(_: Any, given: Any, output: Any, device: str = following) -> Any:
+            def send(_: Any, inputs: Any, output: Any, device: str = following) -> Any:
                 return send_to_device(output, device)
 
             model.get_submodule(path).register_forward_hook(send)

@@ -50,10 +50,10 @@ def score_record(questions: Sequence[Question], predictions: Sequence[str]) -> d
     """Return token F1 and exact match, each the maximum over a question's right answers."""
     f1, exact = [], []
     for question, prediction in zip(questions, predictions, strict=True):
-        found = _words(prediction)
+        predicted = _words(prediction)
         expected = [_words(answer) for answer in question.answers]
-        f1.append(max((_token_f1(found, words) for words in expected), default=0.0))
-        exact.append(found in expected)
+        f1.append(max((_token_f1(predicted, words) for words in expected), default=0.0))
+        exact.append(predicted in expected)
     return {"f1": fmean(f1), "em": fmean(exact)}
 
 
@@ -77,6 +77,6 @@ def _words(text: str) -> list[str]:
     return _ARTICLE.sub(" ", kept).split()
 
 
-def _token_f1(found: Sequence[str], expected: Sequence[str]) -> float:
-    both = (Counter(found) & Counter(expected)).total()
-    return 2 * both / (len(found) + len(expected)) if both else 0.0
+def _token_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
+    both = (Counter(predicted) & Counter(expected)).total()
+    return 2 * both / (len(predicted) + len(expected)) if both else 0.0

@@ -132,9 +132,9 @@ def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[C
     ]
     examples, _ = tokenize(rows, tokenizer)
     marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
-    found = iter(examples)
+    remaining = iter(examples)
     return [
-        [_continuation(next(found), marks, tokenizer) for _ in question.candidates]
+        [_continuation(next(remaining), marks, tokenizer) for _ in question.candidates]
         for question in questions
     ]
 
@@ -155,13 +155,13 @@ def _choose(model: TextModel, padding: int, prepared: Prepared, max_tokens: int)
     pairs = zip(prepared.questions, prepared.candidates, strict=True)
     # Group questions of the same line, which share most of their prompts, such as a passage.
     by_line = groupby(pairs, key=lambda pair: pair[0].origin)
-    found = log_probabilities(
+    likelihoods_of_lines = log_probabilities(
         model=model,
         groups=[[c for _, candidates in line for c in candidates] for _, line in by_line],
         padding=padding,
         max_tokens=max_tokens,
     )
-    likelihoods = chain.from_iterable(found)
+    likelihoods = chain.from_iterable(likelihoods_of_lines)
     texts, probabilities = [], []
     for question in prepared.questions:
         sums = [next(likelihoods).log_probability for _ in question.candidates]

@@ -102,8 +102,8 @@ def train_round(
     steps. Raise ``FloatingPointError`` if a loss is not finite.
     """
     report = TrainingReport()
-    if checkpoint is not None and (found := checkpoint.load()):
-        report, adapter, optimizer_state = found
+    if checkpoint is not None and (unfinished := checkpoint.load()):
+        report, adapter, optimizer_state = unfinished
         load_state(parameters, adapter)
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})

@@ -82,8 +82,8 @@ class PrivateGradients:
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
         # A loss that isn't finite must not end the round, because other parties would notice that.
-        found = torch.stack(losses).tolist() if losses else []
-        return [loss if math.isfinite(loss) else 0.0 for loss in found]
+        values = torch.stack(losses).tolist() if losses else []
+        return [loss if math.isfinite(loss) else 0.0 for loss in values]
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:
