@@ -55,7 +55,7 @@ def batch_of(rows):
     return collate([Example(t, torch.arange(len(t)) >= 2, 2, "", 0) for t in tokens], 0)
 
 
-def test_the_whole_text_part_is_the_published_model_s(wrapper):
+def test_the_whole_text_part_equals_the_published_model(wrapper):
     directory, published = wrapper
     base, tokens = whole_model(directory), draw_tokens()
     refuse_unless_causal(base, directory)
@@ -101,13 +101,18 @@ def test_the_parts_of_the_text_part_compute_the_same(wrapper):
     check_exactness(directory, model, partition_of(directory, SETTINGS), generation=True)
 
 
-def test_merging_changes_only_adapted_tensors(wrapper, tmp_path):
-    directory, published = wrapper
-    tokens, settings = draw_tokens(), AdapterSettings(rank=2, dropout=0.0, targets="q_proj,lm_head")
+def draw_adapter(directory, targets, folder):
+    """Return a model with a random adapter, and the adapter as one that was saved in a folder."""
+    settings = AdapterSettings(rank=2, dropout=0.0, targets=targets)
     model = attach_adapter(whole_model(directory), settings, None)
     for parameter in trainable_parameters(model).values():
         parameter.data = 0.2 * torch.randn_like(parameter)
-    adapter = SavedAdapter(tmp_path, settings, export_adapter(model), "")
+    return model, SavedAdapter(folder, settings, export_adapter(model), "")
+
+
+def test_merging_changes_only_adapted_tensors(wrapper, tmp_path):
+    directory, published = wrapper
+    tokens, (model, adapter) = draw_tokens(), draw_adapter(directory, "q_proj,lm_head", tmp_path)
     folder = tmp_path / "merged"
     save_merged(merge(adapter, directory, "auto", "none"), directory, folder, "auto", "")
     before, after = (load_file(each / "model.safetensors") for each in (directory, folder))
@@ -141,11 +146,7 @@ VLLM = {
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 def test_other_programs_find_the_adapted_modules(wrapper, tmp_path):
     directory, published = wrapper
-    tokens, settings = draw_tokens(), AdapterSettings(rank=2, dropout=0.0, targets="q_proj,o_proj")
-    model = attach_adapter(whole_model(directory), settings, None)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = 0.2 * torch.randn_like(parameter)
-    adapter = SavedAdapter(tmp_path, settings, export_adapter(model), "")
+    tokens, (model, adapter) = draw_tokens(), draw_adapter(directory, "q_proj,o_proj", tmp_path)
     kind, names = type(published), {}
     for program in ("peft", "vllm", "llama.cpp"):
         folder = tmp_path / program

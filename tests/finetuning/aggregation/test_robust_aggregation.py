@@ -34,7 +34,7 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
 
 
 @given(distances, st.dictionaries(st.sampled_from(NAMES), st.floats(1, 10)))
-def test_an_update_is_capped_at_a_multiple_of_the_median_of_the_others(values, caps):
+def test_an_update_is_capped_relative_to_the_median_of_others(values, caps):
     factors = update_factors(values, caps)
     moved = {name: value for name, value in values.items() if value > 0}
     for name, value in values.items():
@@ -48,7 +48,7 @@ def test_an_update_is_capped_at_a_multiple_of_the_median_of_the_others(values, c
 
 
 @given(sizes, sizes, st.floats(1, 10))
-def test_sizes_are_limited_by_agreements_or_the_median_of_the_others(values, agreed, most):
+def test_sizes_are_limited_by_agreements_or_the_median(values, agreed, most):
     """Without an agreement, the product of size and distance is limited like the distance."""
     known = {name: min(size, agreed.get(name, size)) for name, size in values.items()}
     believed, caps = believed_sizes(values, agreed), update_caps(values, agreed, most)
@@ -125,7 +125,7 @@ def test_honest_importance_stays_bit_for_bit(count, seed):
 
 
 @pytest.mark.parametrize(("share", "is_capped"), [(0.099, False), (0.101, True)])
-def test_what_is_above_five_times_the_typical_is_compared_with_the_rest(share, is_capped):
+def test_excess_importance_is_compared_with_the_rest(share, is_capped):
     clients = {name: {"A": torch.ones(1000), "B": torch.zeros(10)} for name in NAMES[:3]}
     clients["alpha"]["A"][0] = 5 + share * (999 + 5)
     _, factors = capped(clients)

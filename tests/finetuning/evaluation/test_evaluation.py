@@ -46,7 +46,7 @@ def drawn_prompts(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randint(2, 280, (length,), generator=generator) for length in lengths]
 
 
-def test_answers_end_at_the_template_s_mark_though_the_checkpoint_has_another(
+def test_answers_end_at_the_end_mark_of_the_template(
     model_and_tokenizer,
 ):
     """This happens with base models whose template is ChatML; training teaches its mark."""

@@ -164,7 +164,7 @@ def test_a_task_with_local_data_has_the_same_scores(models, tmp_path):
     assert limited["choice_local"]["questions"] == 4
 
 
-def test_a_task_that_can_t_be_loaded_is_refused_by_name(tmp_path):
+def test_a_task_that_cannot_be_loaded_is_refused_by_name(tmp_path):
     folder = write_tasks(tmp_path)
     (folder / "rows.jsonl").unlink()
     reason = r"choice_local can't be loaded: FileNotFoundError: .*rows"

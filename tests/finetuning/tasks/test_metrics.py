@@ -73,7 +73,7 @@ def test_a_noun_is_right_or_not():
     assert found == {"accuracy": 0.75}
 
 
-def test_generated_texts_have_each_paper_s_metrics():
+def test_generated_texts_have_the_metrics_of_their_paper():
     questions = [question("the court holds", candidates=()), question("的士", candidates=())]
     for name, names in (
         ("xsum", ["rouge1", "rouge2", "rougeL"]),
