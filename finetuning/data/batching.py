@@ -83,19 +83,19 @@ def round_steps(
 
 
 def micro_batches(
-    indices: Sequence[int], columns: Sequence[int], token_budget: int, most_rows: int = sys.maxsize
+    indices: Sequence[int], columns: Sequence[int], token_budget: int, max_rows: int = sys.maxsize
 ) -> list[list[int]]:
     """Divide examples or prompts into batches of at most ``token_budget`` padded tokens.
 
     Examples are sorted by length, which reduces padding. The first batch has the longest examples,
     so out-of-memory errors occur immediately. An example above the budget is a batch by itself.
     ``indices`` are the examples' indices in ``columns``, the number of columns of each example:
-    prefix, tokens, and tokens to be generated. A batch has at most ``most_rows`` rows.
+    prefix, tokens, and tokens to be generated. A batch has at most ``max_rows`` rows.
     """
     groups: list[list[int]] = []
     last: list[int] = []
     for index in sorted(indices, key=lambda index: (-columns[index], index)):
-        if last and len(last) < most_rows and (len(last) + 1) * columns[last[0]] <= token_budget:
+        if last and len(last) < max_rows and (len(last) + 1) * columns[last[0]] <= token_budget:
             last.append(index)
         else:
             last = [index]
@@ -103,15 +103,15 @@ def micro_batches(
     return groups
 
 
-def split_rows(batch: MicroBatch, most: int) -> list[MicroBatch]:
-    """Split a micro-batch into parts of at most ``most`` rows, each padded to its longest row."""
+def split_rows(batch: MicroBatch, max_rows: int) -> list[MicroBatch]:
+    """Split a micro-batch into parts of at most ``max_rows`` rows, padded to their longest row."""
     row, column = batch.positions // batch.tokens.shape[1], batch.positions % batch.tokens.shape[1]
     parts = []
-    for first in range(0, len(batch.tokens), most):
-        rows = slice(first, first + most)
+    for first in range(0, len(batch.tokens), max_rows):
+        rows = slice(first, first + max_rows)
         lengths = batch.lengths[rows]
         longest = int(lengths.max())
-        own = (first <= row) & (row < first + most)
+        own = (first <= row) & (row < first + max_rows)
         positions = (row[own] - first) * longest + column[own]
         parts.append(
             MicroBatch(

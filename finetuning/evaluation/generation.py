@@ -56,7 +56,7 @@ def generate_texts(
     padding = tokenizer.pad_token_id
     columns = [model.columns_before + len(prompt) + max_new for prompt in prompts]
     texts = [""] * len(prompts)
-    batches = micro_batches(range(len(prompts)), columns, max_tokens, most_rows=batch_size)
+    batches = micro_batches(range(len(prompts)), columns, max_tokens, max_rows=batch_size)
     for number, batch in enumerate(batches):
         before_batch(number)
         chosen = [prompts[index] for index in batch]

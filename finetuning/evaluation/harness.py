@@ -117,10 +117,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                         f"a task uses {beams} beams (num_beams); split models support only one"
                     )
                 longest = self._model.columns_before + max(map(len, prompts))
-                largest = beams * (longest + new)
-                if largest > self._max_tokens:
+                total = beams * (longest + new)
+                if total > self._max_tokens:
                     raise DataError(
-                        f"a prompt of {longest} tokens takes {largest} with its answer, but "
+                        f"a prompt of {longest} tokens takes {total} with its answer, but "
                         f"at most {self._max_tokens} can be processed at once"
                     )
                 if not settings["do_sample"]:

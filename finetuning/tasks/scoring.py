@@ -119,8 +119,8 @@ def majority_answers(questions: Sequence[Question]) -> list[str]:
     """Return the answers of the most frequent class: each question's candidate, or ""."""
     # A class is the index of a candidate, or None if no candidate is right.
     right = [q.candidates.index(q.answers[0]) if q.answers else None for q in questions]
-    ((most, _),) = Counter(right).most_common(1)
-    return ["" if most is None else q.candidates[most] for q in questions]
+    ((majority, _),) = Counter(right).most_common(1)
+    return ["" if majority is None else q.candidates[majority] for q in questions]
 
 
 def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
