@@ -65,8 +65,6 @@ def attach_adapter(
         if settings.kind == "prefix":
             setting = 'adapter.kind = "prefix"'
         raise BaseModelError(f"{setting} does not fit this model: {reason}") from error
-    for parameter in trainable_parameters(model).values():
-        parameter.data = parameter.data.float()
     if is_mixed_precision(model.device, model.dtype):
         # All computation is in bfloat16, so PEFT need not convert the inputs to float32 first.
         for module in model.modules():

@@ -256,6 +256,13 @@ def test_answers_that_are_context_are_not_targets(tokenizer_of, name):
         assert example.reference == learnt
 
 
+def test_turns_after_the_last_answer_are_dropped(tokenizer_of):
+    tokenizer = tokenizer_of("byte_level_bpe", CHATML)
+    (with_more,), _ = tokenize([row_of(*CONVERSATION[:3])], tokenizer, 500)
+    (without,), _ = tokenize([row_of(*CONVERSATION[:2])], tokenizer, 500)
+    assert torch.equal(with_more.tokens, without.tokens)
+
+
 def test_many_rows_come_in_their_order(tokenizer_of):
     tokenizer = tokenizer_of("byte_level_bpe", CHATML)
     rows = [question(f"q{n}", f"answer {n}") for n in range(2300)]

@@ -116,8 +116,9 @@ def test_without_weight_only_the_distance_is_measured():
     assert all(torch.equal(p.grad, before[name]) for name, p in parameters.items())
 
 
+@pytest.mark.parametrize("training", [True, False])
 def test_importance_equals_a_loop_and_leaves_the_model(
-    adapted, draw_examples, batches_of, reference_loss
+    adapted, draw_examples, batches_of, reference_loss, training
 ):
     model = adapted(dropout=0.5)
     examples = draw_examples(5)
@@ -129,12 +130,12 @@ def test_importance_equals_a_loop_and_leaves_the_model(
         found.append({name: p.grad for name, p in parameters.items()})
         for parameter in parameters.values():
             parameter.grad = None
-    model.train()
+    model.train(training)
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 3.0)
     weights_before = {name: p.clone() for name, p in model.named_parameters()}
     j = importance(WholeModel(model), batches_of(examples, 1))
-    assert all(module.training for module in model.modules())
+    assert all(module.training == training for module in model.modules())
     assert all((p.grad == 3.0).all() for p in parameters.values())
     after = dict(model.named_parameters())
     assert all(torch.equal(value, after[name]) for name, value in weights_before.items())
