@@ -57,8 +57,9 @@ from bench.proxy import Proxy
 from chambers.models import Source, find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.generation import GREEDY
-from finetuning.model.base_model import load_tokenizer, locate
 from finetuning.model.interface import TextModel
+from finetuning.model.locating import locate
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.whole_model import WholeModel
 from split.client.split_model import SplitModel
 from split.model.adapters import take_apart

@@ -113,7 +113,8 @@ def sources_of(config: RunConfig) -> dict[str, Path | str]:
 @lru_cache(maxsize=1)
 def _tokenizer(model: str) -> Any:
     """Load a model's tokenizer, without downloading the weights."""
-    from finetuning.model.base_model import load_tokenizer, locate_description
+    from finetuning.model.locating import locate_description
+    from finetuning.model.tokenizer import load_tokenizer
 
     return load_tokenizer(locate_description(model))
 

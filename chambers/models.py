@@ -15,11 +15,13 @@ from chambers.lane_model import LaneModel, explained
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
-from finetuning.model.base_model import load_base_model, load_tokenizer, locate, outline
+from finetuning.model.base_model import load_base_model, outline
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.interface import TextModel
+from finetuning.model.locating import locate
 from finetuning.model.names import public_name
 from finetuning.model.positions import check_positions
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import ModelSettings
 from finetuning.whole_model import WholeModel
 from split.model.adapters import body_digest

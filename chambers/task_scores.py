@@ -11,8 +11,8 @@ from chambers.errors import CommandError
 from chambers.models import Source, check_length, opened
 from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, bertscore
-from finetuning.model.base_model import load_tokenizer
 from finetuning.model.interface import TextModel
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import (
     Prepared,

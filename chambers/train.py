@@ -80,7 +80,7 @@ class Train:
             print(*describe_run(fitted, clients), sep="\n")
             return 0
         from chambers.simulation import simulate
-        from finetuning.model.base_model import locate
+        from finetuning.model.locating import locate
 
         if config.model.name == TINY:
             locate(TINY)  # prints a line if it must be built

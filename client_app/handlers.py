@@ -36,8 +36,7 @@ from federation.messages import (
 from federation.run_config import RunConfig, parse_run_config
 from finetuning.adapters.adapter import State
 from finetuning.devices import memory_problem
-from finetuning.errors import UserError
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError, UserError
 from finetuning.model.fingerprint import combine_digests
 
 app = ClientApp()

@@ -16,8 +16,8 @@ from federation.site_policy import PolicyError, SitePolicy
 from finetuning.adapters.adapted_modules import adapted_modules
 from finetuning.data.batching import steps_per_round
 from finetuning.data.tokenization import Example
-from finetuning.model.base_model import locate_description
 from finetuning.model.fingerprint import combine_digests
+from finetuning.model.locating import locate_description
 from finetuning.model.names import TINY, hub_id
 from finetuning.settings import AdapterSettings
 from split.settings import SplitSettings

@@ -14,6 +14,10 @@ class DeadlineError(UserError, TimeoutError):
     """The time limit of a message expired before the requested work was done."""
 
 
+class BaseModelError(UserError, ValueError):
+    """The base model cannot be found or used; the message states the reason and the remedy."""
+
+
 def printable(text: str, max_length: int = 1000) -> str:
     """Return text from a peer as a single line that can be logged, stored and displayed.
 

@@ -27,8 +27,8 @@ from finetuning.files import (
     replacing,
     write_json,
 )
-from finetuning.model.base_model import reference
 from finetuning.model.gguf_file import origin_of
+from finetuning.model.locating import reference
 from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
 from server_app.tracking import Tracking

@@ -27,8 +27,8 @@ from finetuning.aggregation.robust_aggregation import (
     update_factors,
 )
 from finetuning.aggregation.weighted_mean import WeightedMean
-from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import combine_digests
+from finetuning.model.locating import locate
 from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import Journal, LiveStatus, Progress, reasons, record_scaled
 from strategies.participants import Participants

@@ -15,12 +15,8 @@ from finetuning.adapters.merging import merge, save_merged
 from finetuning.adapters.saved import AdapterError, SavedAdapter
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
-from finetuning.model.base_model import (
-    BaseModelError,
-    load_checkpoint,
-    loading_arguments,
-    refuse_unless_causal,
-)
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_checkpoint, loading_arguments, refuse_unless_causal
 from finetuning.model.checkpoint import client_parameters, count_blocks, hidden_size
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.whole_model import WholeModel

@@ -19,8 +19,9 @@ from bench.attack.measuring import Attacked
 from bench.attack.report import one_cell_per_line, tables
 from bench.attack.texts import GENERATED, generated_texts, texts_in
 from bench.harness import command
-from finetuning.model.base_model import load_tokenizer, locate
 from finetuning.model.fingerprint import combine_digests, fingerprint
+from finetuning.model.locating import locate
+from finetuning.model.tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -145,8 +145,8 @@ def disk(path: Path, cure: str = "delete old runs") -> str:
 
 def check_model(name: str) -> str:
     """Check that a base model exists on this machine, and compute its digest."""
-    from finetuning.model.base_model import locate
     from finetuning.model.fingerprint import combine_digests, fingerprint
+    from finetuning.model.locating import locate
 
     try:
         directory = locate(name)

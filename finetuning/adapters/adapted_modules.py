@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from finetuning.adapters.adapter import attach_adapter, target_names
-from finetuning.model.base_model import BaseModelError, outline
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import outline
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import path_of_blocks
 from finetuning.settings import AdapterSettings, names_modules

@@ -9,16 +9,13 @@ from safetensors.torch import save_file
 
 from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
 from finetuning.devices import is_mixed_precision
+from finetuning.errors import BaseModelError
 from finetuning.files import copy_matching, replacing
-from finetuning.model.base_model import (
-    BaseModelError,
-    load_checkpoint,
-    load_tokenizer,
-    locate,
-    outline,
-)
+from finetuning.model.base_model import load_checkpoint, outline
+from finetuning.model.locating import locate
 from finetuning.model.names import public_name
 from finetuning.model.one_at_a_time import one_at_a_time
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]

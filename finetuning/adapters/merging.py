@@ -10,17 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import AdapterError, SavedAdapter
+from finetuning.errors import BaseModelError
 from finetuning.files import copy_matching, replacing
-from finetuning.model.base_model import (
-    DESCRIPTIONS,
-    BaseModelError,
-    fetch,
-    load_checkpoint,
-    loading_arguments,
-    outline,
-)
+from finetuning.model.base_model import load_checkpoint, loading_arguments, outline
 from finetuning.model.checkpoint import INDEX, WEIGHTS
 from finetuning.model.gguf_file import ORIGIN
+from finetuning.model.locating import DESCRIPTIONS, fetch
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.tensor_names import full_names

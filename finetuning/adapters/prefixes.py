@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 
 # Name of a whole model's prefixes in PEFT's saved format.
 SAVED = "prompt_embeddings"

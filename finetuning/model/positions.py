@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetuning.model.base_model import BaseModelError, outline, text_config
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import outline, text_config
 from finetuning.model.one_at_a_time import one_at_a_time
 
 _log = logging.getLogger(__name__)

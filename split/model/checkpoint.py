@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.model.checkpoint import WEIGHTS
 from finetuning.model.fingerprint import digest_tensor
 

@@ -12,15 +12,10 @@ import torch
 import finetuning
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.prefixes import BlockPrefixes
+from finetuning.errors import BaseModelError
 from finetuning.files import cache_directory, write_file
 from finetuning.model.backbone_inputs import left_padding
-from finetuning.model.base_model import (
-    BaseModelError,
-    load_checkpoint,
-    outline,
-    refuse_unless_causal,
-    text_config,
-)
+from finetuning.model.base_model import load_checkpoint, outline, refuse_unless_causal, text_config
 from finetuning.model.fingerprint import digest_config
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from finetuning.errors import printable
-from finetuning.model.base_model import BaseModelError, outline
+from finetuning.errors import BaseModelError, printable
+from finetuning.model.base_model import outline
 from finetuning.model.fingerprint import combine_digests, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.devices import body_devices

@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 from finetuning.adapters.adapter import load_state
 from finetuning.devices import is_broken, to_device
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.model.fingerprint import combine_digests, digest_config
 from finetuning.randomness import derive_seed, set_seed
 from finetuning.settings import AdapterSettings, ModelSettings

@@ -18,7 +18,7 @@ from client_app import fl_glm
 from client_app.institution import open_institution
 from federation.messages import ARRAYS, SIZE, Instruction, answer, config_of, one_line
 from federation.run_config import ConfigError, parse_run_config
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from split.client import connecting
 from split.client.remote_body import RemoteBody
 from split.lane.dialling import open_lane
@@ -192,7 +192,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
 
     from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.scoring import score
-    from finetuning.model.base_model import load_tokenizer
+    from finetuning.model.tokenizer import load_tokenizer
     from finetuning.whole_model import WholeModel
 
     names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]

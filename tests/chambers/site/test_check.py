@@ -28,8 +28,8 @@ from chambers.site.check_coordinator import check_coordinator
 from chambers.site.keys import open_instructions, open_node_key
 from chambers.site.release import open_signing_key
 from federation.worker_socket import connected_worker, send
-from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import combine_digests, fingerprint
+from finetuning.model.locating import locate
 from tests.chambers.conftest import another_user, refused
 from tests.chambers.site.stand_in import proxy
 from tests.client_app.worker_process import running_worker

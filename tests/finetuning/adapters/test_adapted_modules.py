@@ -7,7 +7,7 @@ from torch import nn
 
 from finetuning.adapters.adapted_modules import adapted_modules, with_names
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.settings import AdapterSettings
 from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS, SIZES
 

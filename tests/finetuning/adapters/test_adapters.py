@@ -17,7 +17,8 @@ from finetuning.adapters.adapter import (
     trainable_parameters,
 )
 from finetuning.adapters.model_card import model_card
-from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.settings import AdapterSettings, ModelSettings
 
 SETTINGS = AdapterSettings(rank=3, alpha=6, targets="q_proj, v_proj")

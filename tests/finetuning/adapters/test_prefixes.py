@@ -20,9 +20,10 @@ from finetuning.adapters.adapter import (
 from finetuning.adapters.prefixes import SAVED
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
+from finetuning.errors import BaseModelError
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
-from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.model.base_model import load_base_model
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.whole_model import WholeModel

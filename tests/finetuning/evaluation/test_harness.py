@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from finetuning.data.formats import DataError
 from finetuning.evaluation.harness import HarnessModel, harness_scores, load_tasks
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.whole_model import WholeModel
 from tests.conftest import WORDS
 

@@ -20,15 +20,12 @@ from transformers import (
 )
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
-from finetuning.model.base_model import (
-    BaseModelError,
-    load_base_model,
-    load_tokenizer,
-    locate,
-    text_config,
-)
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model, text_config
 from finetuning.model.fingerprint import combine_digests, differences, fingerprint
+from finetuning.model.locating import locate
 from finetuning.model.tiny import TinyRecipe, build_tiny
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.whole_model import WholeModel
 

@@ -8,10 +8,12 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetuning.adapters.model_card import model_card
-from finetuning.model.base_model import BaseModelError, load_base_model, locate
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.model.checkpoint import client_parameters
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.gguf_file import origin_of
+from finetuning.model.locating import locate
 from finetuning.settings import ModelSettings
 from tests.gguf_files import write_gguf
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from finetuning.adapters.model_card import model_card
-from finetuning.model.base_model import BaseModelError, load_base_model, locate, reference
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.model.gguf_file import origin_of
+from finetuning.model.locating import locate, reference
 from finetuning.model.names import SMOLLM2_ID, public_name, resolve
 from finetuning.settings import ModelSettings
 from tests.gguf_files import write_gguf

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.scoring import score
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.tasks.reading import read_questions
 from finetuning.tasks.scoring import answer_questions, prepare_questions, score_answers
 from finetuning.tasks.tasks import TASKS

@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 
 from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
 from finetuning.data.batching import collate
-from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.randomness import normal, secret_stream, uniform
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round

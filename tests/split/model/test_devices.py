@@ -13,7 +13,8 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from pydantic import ValidationError
 
-from finetuning.model.base_model import BaseModelError, outline
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import outline
 from finetuning.model.placement import assign_blocks, device_map, hand_over, path_of_blocks
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.devices import body_devices, map_of_part

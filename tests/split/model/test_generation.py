@@ -13,8 +13,9 @@ from scipy.stats import chisquare
 from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
 from finetuning.data.batching import collate
 from finetuning.devices import default_device
+from finetuning.errors import BaseModelError
 from finetuning.model import drafts
-from finetuning.model.base_model import BaseModelError, load_checkpoint
+from finetuning.model.base_model import load_checkpoint
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.whole_model import WholeModel
 from split.model import key_values
