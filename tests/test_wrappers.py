@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter, export_adapter
 from finetuning.adapters.exporting import export
 from finetuning.adapters.merging import merge, save_merged
 from finetuning.adapters.saved import AdapterError, SavedAdapter
@@ -23,6 +23,7 @@ from finetuning.whole_model import WholeModel
 from split.model.exactness import check_exactness
 from split.model.partition import partition_of
 from split.settings import SplitSettings
+from tests.finetuning.conftest import draw_weights
 from tests.setting_tables import DOCS, families_table
 from tests.split.conftest import (
     LENGTHS,
@@ -64,9 +65,7 @@ def test_the_whole_text_part_equals_the_published_model(wrapper):
     whole = WholeModel(model)
     loss = cross_entropy(expected[0, 1:-1], tokens[0, 2:], reduction="sum")
     assert whole.accumulate([batch_of([0])], 0) == [pytest.approx(loss.item(), rel=1e-4)]
-    torch.manual_seed(1)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = 0.2 * torch.randn_like(parameter)
+    draw_weights(model, 0.2)
     together, _ = whole.row_gradients(batch_of([0, 1, 2]))
     for row in range(3):
         alone, _ = whole.row_gradients(batch_of([row]))
@@ -100,9 +99,7 @@ def test_the_parts_of_the_text_part_compute_the_same(wrapper):
 def draw_adapter(directory, targets, folder):
     """Return a model with a random adapter, and the adapter as one that was saved in a folder."""
     settings = AdapterSettings(rank=2, dropout=0.0, targets=targets)
-    model = attach_adapter(whole_model(directory), settings, None)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = 0.2 * torch.randn_like(parameter)
+    model = draw_weights(attach_adapter(whole_model(directory), settings, None), 0.2)
     return model, SavedAdapter(folder, settings, export_adapter(model), "")
 
 

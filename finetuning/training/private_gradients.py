@@ -32,7 +32,7 @@ class Noise:
 
 
 class PrivateGradients:
-    """The stages of a training step, with private gradients of a whole model.
+    """A `TrainableModel` that computes private gradients of a whole model.
 
     If the gradients of a micro-batch's rows exceed ``max_bytes``, the rows are processed in groups.
     ``source`` returns the source of a step's noise, given the step's seed, which isn't secret.

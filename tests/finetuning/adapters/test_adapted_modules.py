@@ -9,7 +9,7 @@ from finetuning.adapters.adapted_modules import adapted_modules, with_names
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.errors import BaseModelError
 from finetuning.settings import AdapterSettings
-from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS, SIZES
+from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS, SIZES, draw_weights
 
 # Experts and routers of recent versions of transformers only accept adapters without dropout.
 MORE = ARCHITECTURES | {
@@ -104,9 +104,7 @@ def test_gradients_agree_on_which_modules_mix_tokens(random_model, tmp_path):
     settings = AdapterSettings(targets="q_proj,o_proj,down_proj,embed_tokens", dropout=0.0)
     model = random_model()
     model.config.save_pretrained(tmp_path)
-    model = attach_adapter(model, settings, None)
-    for parameter in trainable_parameters(model).values():
-        parameter.data.normal_()
+    model = draw_weights(attach_adapter(model, settings, None))
     tokens = torch.arange(2, 6)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
     unchanged = {

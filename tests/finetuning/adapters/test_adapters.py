@@ -18,17 +18,10 @@ from finetuning.adapters.adapter import (
 )
 from finetuning.adapters.model_card import model_card
 from finetuning.errors import BaseModelError
-from finetuning.model.base_model import load_base_model
-from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.settings import AdapterSettings
 
 SETTINGS = AdapterSettings(rank=3, alpha=6, targets="q_proj, v_proj")
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
-
-
-@pytest.fixture
-def base(checkpoint):
-    """Load the small checkpoint anew, because attaching an adapter changes a model in place."""
-    return load_base_model(ModelSettings(name=str(checkpoint)))
 
 
 def test_only_the_adapter_is_trained_and_in_float32(base):

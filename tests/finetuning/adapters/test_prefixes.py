@@ -1,8 +1,6 @@
 """Prefixes of a whole model, compared with PEFT's own forward, and saved in PEFT's format."""
 
-import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ from finetuning.model.base_model import load_base_model
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.whole_model import WholeModel
+from tests.finetuning.conftest import draw_weights
 
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # These architectures have as many key heads as query heads, unlike the common sizes.
@@ -44,11 +43,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", ["the court finds", "the court finds that the appeal is late"])
-def test_prefixes_of_a_text_are_the_text_itself(checkpoint, words):
+def test_prefixes_of_a_text_are_the_text_itself(base, checkpoint, words):
     """A text that is shorter than the prefix is repeated, and one that is longer is cut."""
     settings = PREFIX.model_copy(update={"initial_text": words})
     state, _ = initial_adapter(str(checkpoint), settings, seed=1)
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
     text = torch.tensor([(base.tokenizer(words)["input_ids"] * 5)[:5]])
     tokens = torch.tensor([[7, 11, 3, 5]])
     with torch.no_grad():
@@ -58,17 +56,12 @@ def test_prefixes_of_a_text_are_the_text_itself(checkpoint, words):
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def prefixed(model: Any, seed: int = 1, settings: AdapterSettings = PREFIX) -> Any:
+def prefixed(model: Any) -> Any:
     """Attach random prefixes, which already have an effect, to a model."""
-    model = attach_adapter(model, settings, "base")
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
-    return model
+    return draw_weights(attach_adapter(model, PREFIX, "base"))
 
 
-def test_dropout_drops_a_share_of_a_prefix_in_training_alone(checkpoint):
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
+def test_dropout_drops_a_share_of_a_prefix_in_training_alone(base):
     model = prefixed(base.model)
     dropping, plain = WholeModel(model, 0.4), WholeModel(model)
     tokens = torch.tensor([7, 11, 3, 5, 9, 4])
@@ -147,11 +140,10 @@ def test_a_micro_batch_has_room_for_prefixes(random_model, draw_examples):
     assert max(taken) <= 4 * longest
 
 
-def test_the_initial_prefix_depends_on_the_seed(checkpoint):
+def test_the_initial_prefix_depends_on_the_seed(base, checkpoint):
     state, config = initial_adapter(str(checkpoint), PREFIX, 3)
     again, _ = initial_adapter(str(checkpoint), PREFIX, 3)
     other, _ = initial_adapter(str(checkpoint), PREFIX, 4)
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, PREFIX, base.reference)
     assert state.keys() == {SAVED}
     assert {n: v.shape for n, v in state.items()} == {
@@ -168,8 +160,7 @@ def test_the_initial_prefix_depends_on_the_seed(checkpoint):
         load_adapter(model, {SAVED: state[SAVED][:-1]})
 
 
-def test_generated_answers_are_the_likeliest_tokens_one_by_one(checkpoint, draw_examples):
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
+def test_generated_answers_are_the_likeliest_tokens_one_by_one(base, draw_examples):
     model = prefixed(base.model)
     examples = draw_examples(4, longest=12)
     prompts = [example.tokens[: example.prompt_length] for example in examples]
@@ -208,9 +199,8 @@ def test_architectures_that_take_no_prefix_are_refused_by_name(tmp_path, archite
     assert 'adapter.kind = "prefix" does not support' in str(caught.value)
 
 
-def test_prefixes_and_gradient_checkpointing_are_refused(checkpoint, tmp_path):
-    directory = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
-    base = load_base_model(ModelSettings(name=str(directory), gradient_checkpointing=True))
+def test_prefixes_and_gradient_checkpointing_are_refused(checkpoint):
+    base = load_base_model(ModelSettings(name=str(checkpoint), gradient_checkpointing=True))
     with pytest.raises(BaseModelError, match=r"prefix.*checkpointing"):
         attach_adapter(base.model, PREFIX, base.reference)
 

@@ -28,6 +28,7 @@ from finetuning.model.tiny import TinyRecipe, build_tiny
 from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.whole_model import WholeModel
+from tests.finetuning.conftest import draw_weights
 
 
 @pytest.fixture
@@ -189,9 +190,7 @@ def test_a_quantised_model_is_small_close_and_trainable(
     assert 0 < error < {"nf4": 0.3, "int8": 0.05}[kind]
 
     settings = AdapterSettings(dropout=0.0, targets="q_proj,v_proj")
-    model = attach_adapter(quantized, settings, str(quantizable))
-    for parameter in trainable_parameters(model).values():
-        parameter.data = torch.randn_like(parameter) * 0.1
+    model = draw_weights(attach_adapter(quantized, settings, str(quantizable)), 0.1)
     stages, parameters = WholeModel(model), trainable_parameters(model)
     # A round first evaluates, which must not disable the gradients that follow.
     batches = batches_of(draw_examples(6), 10**6)

@@ -26,7 +26,7 @@ from finetuning.training.private_gradients import (
     poisson_steps,
 )
 from finetuning.whole_model import WholeModel
-from tests.finetuning.conftest import HYBRIDS, INPUTS
+from tests.finetuning.conftest import HYBRIDS, INPUTS, draw_weights
 
 Gradients = dict[str, torch.Tensor]
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
@@ -35,12 +35,7 @@ LORA = AdapterSettings(rank=2, alpha=4, dropout=0.5, targets="q_proj,v_proj,down
 
 def with_effect(model: Any, settings: AdapterSettings) -> Any:
     """Attach an adapter whose every weight has a gradient."""
-    model = attach_adapter(model, settings, "base")
-    generator = torch.Generator().manual_seed(1)
-    for parameter in trainable_parameters(model).values():
-        drawn = 0.3 * torch.randn(parameter.shape, generator=generator)
-        parameter.data = drawn.to(parameter.device)
-    return model
+    return draw_weights(attach_adapter(model, settings, "base"), 0.3)
 
 
 def row_by_row(model: Any, examples: Any, reference_loss: Any) -> list[Gradients]:
