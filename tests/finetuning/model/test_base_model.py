@@ -17,6 +17,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2AudioConfig,
+    Qwen3_5Config,
 )
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
@@ -101,6 +102,17 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(copied, change, reason):
 def test_a_wrapper_need_not_say_whether_embeddings_are_tied(tmp_path):
     Qwen2AudioConfig().save_pretrained(tmp_path)
     assert text_config(tmp_path).model_type == "qwen2"
+
+
+def test_a_wrapper_may_give_the_end_and_the_tied_embeddings(tmp_path):
+    Qwen3_5Config(eos_token_id=[5, 7], tie_word_embeddings=True).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for key in ("eos_token_id", "tie_word_embeddings"):
+        config["text_config"].pop(key, None)
+    file.write_text(json.dumps(config))
+    text = text_config(tmp_path)
+    assert (text.eos_token_id, text.tie_word_embeddings) == ([5, 7], True)
 
 
 def test_incomplete_and_adapted_checkpoints_are_refused(sharded):
