@@ -56,9 +56,11 @@ from bench.job import (
 from bench.proxy import Proxy
 from chambers.models import Source, find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
-from finetuning.evaluation.generation import GREEDY, Answering
-from finetuning.model.base_model import load_tokenizer, locate
-from finetuning.model.whole_model import WholeModel
+from finetuning.evaluation.generation import GREEDY
+from finetuning.model.interface import TextModel
+from finetuning.model.locating import locate
+from finetuning.model.tokenizer import load_tokenizer
+from finetuning.whole_model import WholeModel
 from split.client.split_model import SplitModel
 from split.model.adapters import take_apart
 from split.protocol.tickets import Invitation
@@ -113,7 +115,7 @@ def open_lanes(
     return models, [os.getpid(), server.pid]
 
 
-def continued(model: Answering, tokens: torch.Tensor, new: int, **settings: Any) -> torch.Tensor:
+def continued(model: TextModel, tokens: torch.Tensor, new: int, **settings: Any) -> torch.Tensor:
     """Continue prompts of equal length, (rows, tokens), greedily by ``new`` tokens."""
     settings |= {"min_new_tokens": new, "use_cache": True, "pad_token_id": 0, **GREEDY}
     return model.generate(tokens, torch.ones_like(tokens), new, **settings)

@@ -20,11 +20,12 @@ from finetuning.adapters.adapter import (
 )
 from finetuning.data.tokenization import Example
 from finetuning.files import filling
-from finetuning.model.base_model import loading_arguments, prepare
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.base_model import freeze, loading_arguments
+from finetuning.model.interface import TrainableModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
-from finetuning.training.loop import LocalRound, Stages, train_round
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import OptimizerState
+from finetuning.whole_model import WholeModel
 from split.client.connecting import connect
 from split.client.split_model import SplitModel
 from split.model.adapters import take_apart
@@ -164,7 +165,7 @@ class Course:
     def __init__(
         self,
         job: Job,
-        model: Stages,
+        model: TrainableModel,
         parameters: Mapping[str, torch.nn.Parameter],
         padding: int = 0,
         steps: Sequence[Sequence[int]] | None = None,
@@ -203,7 +204,7 @@ def load_whole(job: Job) -> Any:
 
     arguments = loading_arguments(job.model, job.client_device)
     model = AutoModelForCausalLM.from_pretrained(job.directory, **arguments)
-    prepare(model, job.model)
+    freeze(model, job.model)
     peft_model = attach_adapter(model, job.adapter, str(job.directory))
     load_adapter(peft_model, job.state())
     return peft_model

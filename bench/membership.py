@@ -21,8 +21,8 @@ from finetuning.adapters.adapter import attach_adapter, load_state, trainable_pa
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 
 _ROWS = (1, 4, 16, 64)
 _OTHERS = 64

@@ -33,9 +33,9 @@ from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
+from finetuning.whole_model import WholeModel
 
 ROWS = (1, 4, 16)
 BATCH = 4
@@ -85,7 +85,7 @@ def table(found: Sequence[Mapping[str, Sequence[Told]]]) -> Table:
 
 def examples_of(tokenizer: Any, count: int, seed: int) -> list[Example]:
     """Return questions and answers of one client, which differ in names and wording."""
-    values = matters.questions(matters.divide(3, seed)[0], count, seed, "train")
+    values = matters.write_questions(matters.divide(3, seed)[0], count, seed, "train")
     rows = [Row(parse_messages(value), f"row {n}", dict(value)) for n, value in enumerate(values)]
     # Rows cycle through the matters, so 64 rows outside a round contain all matters.
     return tokenize(rows, tokenizer, _LONGEST)[0]

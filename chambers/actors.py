@@ -131,7 +131,7 @@ def checkpoint_of(config: RunConfig) -> Path | None:
     """Return the base model's checkpoint, downloaded if necessary; None for ``tiny``."""
     if config.model.name == TINY:
         return None
-    from finetuning.model.base_model import fetch
+    from finetuning.model.locating import fetch
 
     name = resolve(config.model.name)
     path = Path(name).expanduser()

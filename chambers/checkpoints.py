@@ -198,7 +198,7 @@ class Export:
         options.check_folders()
         adapter = read_adapter(self.adapter)
         from finetuning.adapters.exporting import export
-        from finetuning.model.base_model import locate_description
+        from finetuning.model.locating import locate_description
         from finetuning.model.names import public_name
 
         name = options.settings(adapter, find_run(adapter)).name
@@ -235,8 +235,8 @@ def _loss(source: "Source", rows: "list[Row]") -> float:
     from chambers.models import opened
     from finetuning.data.tokenization import tokenize
     from finetuning.evaluation.held_out import held_out_loss
-    from finetuning.model.base_model import load_tokenizer
     from finetuning.model.positions import trained_positions
+    from finetuning.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(source.directory)
     longest = min(_LONGEST, trained_positions(source.directory))
@@ -248,7 +248,8 @@ def _loss(source: "Source", rows: "list[Row]") -> float:
 
 def _fetch(name: str) -> Path:
     """Download a checkpoint, with PyTorch's weight files only if it has no safetensors files."""
-    from finetuning.model.base_model import BaseModelError, fetch
+    from finetuning.errors import BaseModelError
+    from finetuning.model.locating import fetch
 
     licences = ("LICENSE*", "MODEL_LICENSE*", "NOTICE*", "*.pdf")
     common = ("*.json", "*.jinja", "tokenizer.model", *licences)

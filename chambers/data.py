@@ -12,7 +12,7 @@ from chambers.errors import CommandError
 from chambers.sources import argument
 from federation.names import RULE, folded, is_name
 from federation.run_config import RunConfig, parse_run_config
-from finetuning.data.files import Parts, client_folders, entries, find_parts, names_of
+from finetuning.data.files import Parts, client_folders, entries, find_parts, list_names
 from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.rows import Row
 from finetuning.tasks.reading import held_out_part, read_task_rows
@@ -100,7 +100,7 @@ def sources_of(config: RunConfig) -> dict[str, Path | str]:
     if not folders:
         return {path.name: path}
     if unused := [entry for entry in entries(path) if entry not in folders]:
-        print(f"{path}: not used: {names_of(unused)}", file=sys.stderr)
+        print(f"{path}: not used: {list_names(unused)}", file=sys.stderr)
     wrong = [folder for folder in folders if not is_name(folder.name)]
     if wrong:
         raise CommandError(f"the name of the client {str(wrong[0])!r} {RULE}; rename the folder")
@@ -113,7 +113,8 @@ def sources_of(config: RunConfig) -> dict[str, Path | str]:
 @lru_cache(maxsize=1)
 def _tokenizer(model: str) -> Any:
     """Load a model's tokenizer, without downloading the weights."""
-    from finetuning.model.base_model import load_tokenizer, locate_description
+    from finetuning.model.locating import locate_description
+    from finetuning.model.tokenizer import load_tokenizer
 
     return load_tokenizer(locate_description(model))
 
@@ -141,7 +142,7 @@ def read(name: str, source: Path | str, config: RunConfig, keep_going: bool = Fa
             tokenizer = _tokenizer(config.model.name)
             examples, report = tokenize(rows, tokenizer, settings.max_length, then)
             used = [row for index, row in enumerate(rows) if index not in report.rejected]
-            where = f" in {names_of(found)}" if isinstance(found, list) else ""
+            where = f" in {list_names(found)}" if isinstance(found, list) else ""
             told += [f"{len(used)} {part} rows{where}" + f" ({report.cut})" * bool(report.cut)]
             first = {rows[example.row].layout: example for example in reversed(examples)}
             chosen = (*reversed(first.values()), *examples[:_SHOWN])
@@ -153,7 +154,7 @@ def read(name: str, source: Path | str, config: RunConfig, keep_going: bool = Fa
     told += [f"{len(reading.left_out)} rows left out"] * bool(reading.left_out)
     columns = dict.fromkeys(key for row in reading.rows for key in row.unused)
     told += [f"columns not used: {', '.join(columns)}"] * bool(columns)
-    told += [f"files not used: {names_of(files.unused)}"] * bool(files.unused)
+    told += [f"files not used: {list_names(files.unused)}"] * bool(files.unused)
     reading.line = f"{name}: {'; '.join(told)}"
     return reading
 

@@ -169,10 +169,10 @@ class Evaluate(BaseModelOptions):
         names = [name for name in self._names() if name not in TASKS]
         if not names:
             return None
-        from finetuning.evaluation.harness import loaded_tasks
+        from finetuning.evaluation.harness import load_tasks
 
         try:
-            return names, stack.enter_context(loaded_tasks(names, self.include))
+            return names, stack.enter_context(load_tasks(names, self.include))
         except DataError as error:
             near = get_close_matches(names[0], TASKS, n=1)
             hint = f"; did you mean {near[0]}, a task of Chambers?" if near else ""

@@ -71,7 +71,7 @@ class Generate(AdapterOptions):
         self._check()
         rows = self._rows()
         from chambers.models import check_length, find, find_draft, opened
-        from finetuning.model.base_model import load_tokenizer
+        from finetuning.model.tokenizer import load_tokenizer
 
         source = find(self, self.invitation)
         tokenizer = load_tokenizer(source.directory)

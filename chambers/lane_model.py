@@ -81,11 +81,11 @@ class LaneModel:
     def generate(
         self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
     ) -> torch.Tensor:
-        """Continue prompts; see ``finetuning.model.whole_model.WholeModel``."""
+        """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
         return self._attempt(lambda: self._model.generate(tokens, mask, new_tokens, **settings))
 
     def log_probabilities(self, batch: CandidateBatch, *compute: Callable[..., Any]) -> Any:
-        """Score candidate answers; see ``finetuning.model.whole_model.WholeModel``."""
+        """Score candidate answers; see ``finetuning.whole_model.WholeModel``."""
         return self._attempt(lambda: self._model.log_probabilities(batch, *compute))
 
     def end(self) -> None:

@@ -15,13 +15,15 @@ from chambers.lane_model import LaneModel, explained
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
-from finetuning.model.base_model import load_base_model, load_tokenizer, locate, outline
+from finetuning.model.base_model import load_base_model, outline
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.interface import TextModel
+from finetuning.model.locating import locate
 from finetuning.model.names import public_name
 from finetuning.model.positions import check_positions
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import ModelSettings
-from finetuning.tasks.scoring import Model
+from finetuning.whole_model import WholeModel
 from split.model.adapters import body_digest
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, locate_parts, tensors_of
@@ -148,7 +150,7 @@ def check_length(
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[Model]:
+def opened(source: Source) -> Iterator[TextModel]:
     """Load the model, or load its head and tail and open a lane; raise ``UserError`` on failure."""
     invitation = source.invitation
     if invitation is None:

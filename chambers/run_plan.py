@@ -21,8 +21,9 @@ from finetuning.adapters.adapter import initial_adapter
 from finetuning.data.batching import steps_per_round
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.devices import default_device, default_dtype
-from finetuning.model.base_model import load_tokenizer, locate_description
 from finetuning.model.checkpoint import client_parameters, hidden_size
+from finetuning.model.locating import locate_description
+from finetuning.model.tokenizer import load_tokenizer
 
 # Share of a matrix product's speed that training and evaluation reach, which is smaller below a
 # hidden size of 320, and seconds that Flower and Ray take to start, and for each message. Measured

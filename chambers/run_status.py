@@ -25,7 +25,7 @@ from federation.run_folder import (
     read_events,
     read_status,
 )
-from split.protocol.errors import printable
+from finetuning.errors import printable
 
 CLIENT_COLUMNS = ("client", "rows", "tokens/s", "loss", "")
 

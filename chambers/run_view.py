@@ -17,7 +17,7 @@ from rich.live import Live
 from chambers.run_status import Seen, duration, look, render
 from federation.messages import MODELS
 from federation.run_folder import LOG, METRICS, Event
-from split.protocol.errors import printable
+from finetuning.errors import printable
 
 _COLOUR = re.compile(rb"\x1b\[\d+m")
 # Function that displays the state of a run; None before the run's folder exists.

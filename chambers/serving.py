@@ -12,8 +12,8 @@ from chambers.sources import find_run, global_adapter, read_run, refuse_other_ba
 from federation.names import is_name
 from finetuning.adapters.adapter import State
 from finetuning.adapters.saved import read_adapter
+from finetuning.errors import BaseModelError
 from finetuning.files import write_secret
-from finetuning.model.base_model import BaseModelError
 from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import body_digest

@@ -11,9 +11,16 @@ from chambers.errors import CommandError
 from chambers.models import Source, check_length, opened
 from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, bertscore
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.interface import TextModel
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.tasks.question import Question
-from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
+from finetuning.tasks.scoring import (
+    Prepared,
+    answer_questions,
+    majority_class,
+    prepare_questions,
+    score_answers,
+)
 from finetuning.tasks.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ def measure(
             for name, tokenized in tasks.items():
                 task, own = tokenized.task, tokenized.questions
                 started = time.perf_counter()
-                answers = answer(
+                answers = answer_questions(
                     model=model,
                     tokenizer=tokenizer,
                     prepared=tokenized,
@@ -79,7 +86,7 @@ def measure(
 
 
 def _harness_scores(
-    options: "Evaluate", harness: Harness, model: Model, tokenizer: Any, source: Source
+    options: "Evaluate", harness: Harness, model: TextModel, tokenizer: Any, source: Source
 ) -> dict[str, dict[str, Any]]:
     from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
 
@@ -128,7 +135,7 @@ def _prepare(
     """Tokenize the questions and check their lengths before weights are loaded."""
     tokenizer = load_tokenizer(source.directory)
     prepared = {
-        name: prepare(
+        name: prepare_questions(
             tokenizer=tokenizer, task=TASKS[name], questions=own, prompt_length=options.max_length
         )
         for name, own in questions.items()

@@ -21,7 +21,7 @@ from federation.run_config import RunConfig, parse_run_config
 from federation.run_folder import METRICS, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import is_hub_id
-from finetuning.model.checkpoint import count_blocks, problem_of, problem_of_shards
+from finetuning.model.checkpoint import count_blocks, find_missing_shards, find_problem
 from finetuning.model.names import TINY, resolve
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Train:
 
             print(describe_time(fitted, clients, run.data), file=sys.stderr)
         from chambers.simulation import simulate
-        from finetuning.model.base_model import locate
+        from finetuning.model.locating import locate
 
         if config.model.name == TINY:
             locate(TINY)  # prints a line if it must be built
@@ -219,7 +219,7 @@ def _check_model(config: RunConfig) -> None:
 
         blocks = TinyRecipe.blocks
     elif path.is_absolute():
-        problem = problem_of(path) or problem_of_shards(path)
+        problem = find_problem(path) or find_missing_shards(path)
         blocks = None if problem else count_blocks(path)
     elif not is_hub_id(name):
         problem = "there is no such file or folder"

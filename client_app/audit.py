@@ -17,7 +17,7 @@ from filelock import FileLock
 from flwr.app import Message
 
 from federation.messages import ARRAYS, answers_of, config_of, from_arrays, metrics_of
-from finetuning.adapters.robust_aggregation import distance
+from finetuning.aggregation.robust_aggregation import distance
 from finetuning.errors import UserError
 
 _LOCK_SECONDS = 60.0

@@ -15,19 +15,11 @@ from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.layouts import parse_messages
 from finetuning.data.partition import partition
 from finetuning.data.rows import Row
-from finetuning.generated import STYLES, examples, matters
+from finetuning.generated import clients
 from finetuning.randomness import derive_seed
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
-# Unequal, like the clients' data sizes in the paper (table 1), but small enough for a demo.
-_GENERATED_TRAINING = {"court": 480, "consultation": 320, "reasoning": 240}
-_GENERATED_TEST = 64
-# Numbers of training rows, assigned to schools in turn.
-_TRAINING_QUESTIONS = (160,)
-_UNEQUAL_QUESTIONS = (240, 160, 80)
-# Number of generated clients that `data.pool` chooses from.
-_POOLED = 3
 # Name of the client with the pooled rows of several clients: the baseline in FedJudge, table 2.
 CENTER = "center"
 
@@ -95,17 +87,10 @@ def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:
     if settings.pool:
         return CENTER
     if not settings.path:
-        return _generated_name(settings.generated, index)
+        return clients.name_client(settings.generated, index)
     path = Path(settings.path).expanduser()
     folders = _client_folders(path) if path.is_absolute() else []
     return _one_of(folders, index, count).name if folders else f"client-{index}"
-
-
-def _generated_name(kind: str, index: int) -> str:
-    if kind != "styles":
-        return matters.school(index)
-    style, copy = STYLES[index % len(STYLES)], index // len(STYLES)
-    return style if copy == 0 else f"{style}-{copy + 1}"
 
 
 def _one_of(folders: list[Path], index: int, count: int) -> Path:
@@ -124,17 +109,6 @@ def _one_of(folders: list[Path], index: int, count: int) -> Path:
     return folders[index]
 
 
-def _client(name: str, train: list[dict[str, str]], test: list[dict[str, str]]) -> ClientData:
-    rows = {
-        part: [
-            Row(parse_messages(value), f"generated {name} {part} {number}", dict(value))
-            for number, value in enumerate(values, start=1)
-        ]
-        for part, values in (("train", train), ("test", test))
-    }
-    return ClientData(name, **rows)
-
-
 @dataclass(frozen=True)
 class _Reader:
     """Reads and splits rows, given a run's data settings and seed."""
@@ -143,28 +117,19 @@ class _Reader:
     seed: int
 
     def generated(self, index: int, count: int) -> ClientData:
-        """Generate a client's rows: in one of three styles, or on matters.
-
-        From the fourth client on, styles repeat. A client is trained on some matters
-        (``matters-even``: on all), and tested on all: the held-out rows, one per matter, begin with
-        the next client's matters and end with the client's own.
-        """
-        kind, name = self.settings.generated, _generated_name(self.settings.generated, index)
-        if kind == "styles":
-            copy, number = divmod(index, len(STYLES))
-            style, seed = STYLES[number], derive_seed("generated", self.seed, copy)
-            train = examples(style, _GENERATED_TRAINING[style], seed, "train")
-            return _client(name, train, examples(style, _GENERATED_TEST, seed, "test"))
+        """Generate the rows of one of ``count`` clients."""
         try:
-            divided = matters.divide(count, self.seed)
+            client = clients.generate_client(self.settings.generated, index, count, self.seed)
         except ValueError as error:
             raise DataError(str(error)) from error
-        tested = matters.tested(index, divided)
-        seed = derive_seed("generated", self.seed, index)
-        known = matters.MATTERS if kind == "matters-even" else divided[index]
-        sizes = _UNEQUAL_QUESTIONS if kind == "matters-unequal" else _TRAINING_QUESTIONS
-        train = matters.questions(known, sizes[index % len(sizes)], seed, "train")
-        return _client(name, train, matters.questions(tested, len(tested), seed, "test"))
+        rows = {
+            part: [
+                Row(parse_messages(value), f"generated {client.name} {part} {number}", dict(value))
+                for number, value in enumerate(values, start=1)
+            ]
+            for part, values in (("train", client.train), ("test", client.test))
+        }
+        return ClientData(client.name, **rows)
 
     def pool(self, count: int) -> ClientData:
         """Return one client with the combined rows of several clients."""
@@ -181,21 +146,23 @@ class _Reader:
                 f"{setting}: {self.settings.path} has no folders of clients; without data.pool, a "
                 "single SuperNode has all rows of a data set"
             )
-        generated = [] if folders else [self.generated(i, _POOLED) for i in range(_POOLED)]
-        own = {client.name: client for client in generated}
+        own = {}
+        if not folders:
+            generated = [self.generated(i, clients.CLIENTS) for i in range(clients.CLIENTS)]
+            own = {client.name: client for client in generated}
         names = [folder.name for folder in folders] or list(own)
         wanted = names if self.settings.pool == "*" else self.settings.pooled_names
         unknown = sorted(set(wanted) - set(names))
         if unknown or not wanted:
             which = f"there is no client {', '.join(unknown)}" if unknown else "it names no client"
             raise DataError(f"{setting}: {which}; there are {', '.join(names)}")
-        clients = [
+        pooled = [
             own[name] if own else self.folder(name, path / name) for name in sorted(set(wanted))
         ]
         return ClientData(
             CENTER,
-            train=[row for client in clients for row in client.train],
-            test=[row for client in clients for row in client.test],
+            train=[row for client in pooled for row in client.train],
+            test=[row for client in pooled for row in client.test],
         )
 
     def folder(self, name: str, path: Path) -> ClientData:

@@ -11,8 +11,8 @@ from finetuning.adapters.model_card import model_card
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.files import write_json
-from finetuning.model.base_model import reference
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.locating import reference
+from finetuning.whole_model import WholeModel
 from split.client.split_model import SplitModel
 
 

@@ -26,20 +26,21 @@ from finetuning.adapters.adapter import (
     load_adapter,
     trainable_parameters,
 )
-from finetuning.adapters.robust_aggregation import distance
+from finetuning.aggregation.robust_aggregation import distance
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.errors import DeadlineError
 from finetuning.files import Stamps
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.interface import TrainableModel
 from finetuning.randomness import derive_seed, secret_stream
 from finetuning.settings import AdapterSettings, ModelSettings
-from finetuning.training.continual import ContinualPenalty, importance, shuffled
-from finetuning.training.loop import LocalRound, Stages, train_round
+from finetuning.training.continual import ContinualPenalty, importance, shuffle_importance
+from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.penalty import Penalty
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
 from finetuning.training.proximal import ProximalPenalty
+from finetuning.whole_model import WholeModel
 
 # Artificial rows of different lengths for a trial computation.
 _TRIAL = [
@@ -65,7 +66,7 @@ def _train(task: Task, private: PrivateRound | None) -> tuple[State, Metrics]:
     penalty = _penalty(task, model, parameters)
     optimizer_state = task.saved_optimizer()
     unfinished = UnfinishedRound(task, private.id if private else "")
-    stages: Stages = model
+    stages: TrainableModel = model
     if private:
         local_round, stages = _privately(task, private, model, parameters)
     else:
@@ -172,7 +173,7 @@ def _privately(
     private: PrivateRound,
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
-) -> tuple[LocalRound, Stages]:
+) -> tuple[LocalRound, TrainableModel]:
     """Return the steps and stages of a differentially private round; record its ε if it is new.
 
     A row yields no example if ``data.max-length`` leaves no room for its output. Such rows are
@@ -262,7 +263,7 @@ def _continual(
         return None
     settings, number = task.config.continual, task.instruction.round
     if settings.shuffle:
-        weights = shuffled(weights, derive_seed("importance", task.config.seed, number))
+        weights = shuffle_importance(weights, derive_seed("importance", task.config.seed, number))
     return ContinualPenalty(
         parameters,
         anchor=anchor,

@@ -11,7 +11,7 @@ from client_app.task import Metrics, Task, training_metrics
 from federation.messages import ARRAYS, BODY, invitation_of, models_of
 from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import AdapterSettings, ModelSettings, kebab_case
 from finetuning.training.loop import train_round
 from split.client.connecting import connect

@@ -36,9 +36,8 @@ from federation.messages import (
 from federation.run_config import RunConfig, parse_run_config
 from finetuning.adapters.adapter import State
 from finetuning.devices import memory_problem
-from finetuning.errors import UserError
-from finetuning.model.base_model import BaseModelError
-from finetuning.model.fingerprint import digest
+from finetuning.errors import BaseModelError, UserError
+from finetuning.model.fingerprint import combine_digests
 
 app = ClientApp()
 
@@ -166,7 +165,7 @@ def _task(message: Message, context: Context, site: Site) -> Task:
     started = time.monotonic()
     instruction = Instruction.of(message)
     config, institution = _open(context, site, instruction)
-    if digest(institution.fingerprint) != instruction.base:
+    if combine_digests(institution.fingerprint) != instruction.base:
         raise BaseModelError(
             f"the base model in {institution.directory} is not the run's: it was changed or "
             "replaced after the run began"

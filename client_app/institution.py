@@ -15,10 +15,11 @@ from finetuning.data.prompts import prompts_of_answers
 from finetuning.data.rows import print_left_out
 from finetuning.data.tokenization import Example, tokenize
 from finetuning.files import Stamps, stamps
-from finetuning.model.base_model import load_tokenizer, locate
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.locating import locate
 from finetuning.model.names import resolve
 from finetuning.model.positions import check_positions
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.randomness import derive_seed
 from split.model.exactness import check_exactness
 from split.model.loading import locate_parts, tensors_of

@@ -16,8 +16,8 @@ from federation.site_policy import PolicyError, SitePolicy
 from finetuning.adapters.adapted_modules import adapted_modules
 from finetuning.data.batching import steps_per_round
 from finetuning.data.tokenization import Example
-from finetuning.model.base_model import locate_description
-from finetuning.model.fingerprint import digest
+from finetuning.model.fingerprint import combine_digests
+from finetuning.model.locating import locate_description
 from finetuning.model.names import TINY, hub_id
 from finetuning.settings import AdapterSettings
 from split.settings import SplitSettings
@@ -83,7 +83,7 @@ def check_institution(policy: SitePolicy, config: RunConfig, institution: Instit
 
     The numbers of rows and steps in a round depend on the institution's data.
     """
-    base = digest(institution.fingerprint)
+    base = combine_digests(institution.fingerprint)
     if policy.base_models is not None:
         require(base in policy.base_models, f"the base model {base}", "not in its base-models")
     count, rows = len(institution.train), _rows(institution.train)

@@ -16,7 +16,8 @@ from finetuning.data.layouts import parse_messages
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import tokenize
 from finetuning.generated import examples
-from finetuning.model.base_model import load_tokenizer, locate
+from finetuning.model.locating import locate
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from split.model.adapters import join_adapters, take_apart

@@ -21,8 +21,7 @@ from pydantic import (
     ValidationError,
 )
 
-from finetuning.errors import UserError
-from split.protocol.errors import printable
+from finetuning.errors import UserError, printable
 from split.protocol.tickets import Identity, Invitation, Ticket
 
 ARRAYS = "arrays"

@@ -13,9 +13,9 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from federation.run_config import ConfigError, RunConfig
+from finetuning.errors import printable
 from finetuning.files import write_file
 from finetuning.settings import names_modules
-from split.protocol.errors import printable
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"

@@ -15,10 +15,10 @@ def default_device() -> torch.device:
 
     Apple's GPUs (MPS) are not used, because they lack float64, in which norms are computed.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type == "mps":
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":
         return torch.device("cpu")
-    return torch.device(found.type, 0)
+    return torch.device(accelerator.type, 0)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -83,8 +83,8 @@ def to_host(
 
 def memory_problem(error: RuntimeError, remedy: str) -> str:
     """Describe an out-of-memory error and its remedy, without the processes that CUDA lists."""
-    found = str(error).split(". ")
-    return f"out of memory: {'. '.join(found[1:3] or found).rstrip('.')}; {remedy}"
+    sentences = str(error).split(". ")
+    return f"out of memory: {'. '.join(sentences[1:3] or sentences).rstrip('.')}; {remedy}"
 
 
 def is_broken() -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,8 @@ def filling(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         # safetensors reports the system's error number only in the message.
-        told = any(f"(os error {number})" in str(error) for number in _FULL)
-        if getattr(error, "errno", None) not in _FULL and not told:
+        is_in_message = any(f"(os error {number})" in str(error) for number in _FULL)
+        if getattr(error, "errno", None) not in _FULL and not is_in_message:
             raise
         raise DiskFullError(f"no space is left on the disk of {folder}: free some space") from error
 
@@ -121,6 +121,16 @@ def write_file(target: Path, content: str | bytes) -> None:
     """Write or replace a file; see `replacing`. Text is encoded in UTF-8."""
     with replacing(target) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def copy_matching(
+    source: Path, patterns: Iterable[str], target: Path, left_out: Iterable[str] = ()
+) -> None:
+    """Copy the files in a folder whose names match one pattern, and none of those left out."""
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            if not any(map(file.match, left_out)):
+                shutil.copyfile(file, target / file.name)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -151,8 +161,8 @@ def write_secret(target: Path, content: bytes) -> None:
 def stamps(path: Path) -> Stamps:
     """Return the path, size and modification time of a file, or of each file in a folder."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    found = [(str(file), file.stat()) for file in files if file.is_file()]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _flush(path: Path) -> None:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from finetuning.data.layouts import COLUMNS
+from finetuning.columns import COLUMNS
 
 
 def kebab_case(name: str) -> str:

@@ -22,7 +22,7 @@ from federation.messages import MODELS
 from federation.run_config import RunConfig
 from federation.run_folder import METRICS, Event, read_events
 from finetuning.files import write_file
-from finetuning.generated import matters
+from finetuning.generated import clients, matters
 from server_app.page import PAGE
 
 Curve = dict[int, float]  # values by round
@@ -218,7 +218,7 @@ def _right(answers: Questions, on_matters: bool) -> dict[str, dict[str, str]]:
     In simulation with ``on_matters``, the last questions of a client are on its own matters.
     """
     divided = matters.divide(len(answers), seed=0) if on_matters else []
-    known = {matters.school(number): len(own) for number, own in enumerate(divided)}
+    known = {clients.name_client("matters", number): len(own) for number, own in enumerate(divided)}
     shown: dict[str, dict[str, list[bool]]] = {}
     for client, own in answers.items():
         for index, ((_, reference), texts) in enumerate(own.items()):

@@ -18,6 +18,7 @@ from federation.run_config import ConfigError, RunConfig
 from federation.run_folder import METRICS, RunStatus, read_events, results_folder, write_status
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
+from finetuning.errors import printable
 from finetuning.files import (
     filling,
     json_text,
@@ -26,12 +27,11 @@ from finetuning.files import (
     replacing,
     write_json,
 )
-from finetuning.model.base_model import reference
 from finetuning.model.gguf_file import origin_of
+from finetuning.model.locating import reference
 from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
 from server_app.tracking import Tracking
-from split.protocol.errors import printable
 from strategies.journal import Progress
 
 _PACKAGES = ("flwr", "torch", "transformers", "peft", "bitsandbytes", "tokenizers", "safetensors")

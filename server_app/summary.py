@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from federation.run_folder import METRICS, Event, read_events
+from finetuning.errors import printable
 from server_app.report import is_on_matters, latest_values, questions
-from split.protocol.errors import printable
 
 _CHARACTERS = 80  # maximum length of a text in the terminal
 _ANSWERING = ("base", "alone", "global")

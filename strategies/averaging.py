@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping
 
 from federation.messages import State
 from federation.run_config import RunConfig
-from finetuning.adapters.robust_aggregation import (
+from finetuning.aggregation.robust_aggregation import (
     MAX_DISTANCE,
     MAX_DISTANCE_EQUAL_STEPS,
     believed_sizes,
     counted_sizes,
     distance,
-    scaled,
+    scale_update,
     update_caps,
     update_factors,
 )
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.weighted_mean import WeightedMean
 from strategies.journal import Journal, record_scaled
 from strategies.participants import Participants
 from strategies.server_update import server_update
@@ -90,5 +90,5 @@ class Averaging:
         """Return the mean of the clients' adapters, weighted by data size (FedJudge Eq. 2)."""
         mean = WeightedMean()
         for name, factor in factors.items():
-            mean.add(scaled(state_of(name), reference, factor), counted[name])
+            mean.add(scale_update(state_of(name), reference, factor), counted[name])
         return mean.result()

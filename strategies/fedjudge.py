@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from federation.messages import CONFIG, IMPORTANCE, SIZE, Instruction, State, to_arrays
-from finetuning.adapters.robust_aggregation import ImportanceCap
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.robust_aggregation import ImportanceCap
+from finetuning.aggregation.weighted_mean import WeightedMean
 from strategies.journal import record_scaled
 from strategies.participants import RefusedError, TooFewClientsError
 from strategies.replies import Replies

@@ -15,6 +15,7 @@ from federation.authentication import Signer
 from federation.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus
+from finetuning.errors import printable
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
 from split.lane.transport import is_loopback
@@ -22,7 +23,6 @@ from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness
 from split.model.loading import locate_parts, tensors_of
 from split.model.partition import PartyName, partition_of
-from split.protocol.errors import printable
 from split.server.block_server import BlockServer
 from split.server.body import load_body, stages_of
 from strategies.journal import Journal, Progress, record_scaled, underscored

@@ -23,8 +23,8 @@ from federation.messages import (
     withheld_of,
 )
 from federation.run_config import RunConfig
+from finetuning.errors import printable
 from finetuning.randomness import derive_seed
-from split.protocol.errors import printable
 from strategies.exchange import exchange, turns
 from strategies.refusals import agreed, reason_to_refuse_registration
 from strategies.silence import SilentClients

@@ -24,8 +24,8 @@ from federation.messages import (
     problem_of,
 )
 from federation.names import RULE, folded, is_name
+from finetuning.errors import printable
 from finetuning.model.fingerprint import differences
-from split.protocol.errors import printable
 
 # Metrics with the losses of the two models that all clients share.
 _LOSSES = ("base.loss", "global.loss")

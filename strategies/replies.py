@@ -23,8 +23,8 @@ from federation.messages import (
     metrics_of,
     withheld_of,
 )
+from finetuning.errors import printable
 from finetuning.files import filling
-from split.protocol.errors import printable
 from strategies.journal import Journal, evaluation_events, underscored
 from strategies.participants import Participant, TooFewClientsError
 from strategies.refusals import reason_to_refuse, says_not_finite

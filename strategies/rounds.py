@@ -16,8 +16,8 @@ from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
-from finetuning.model.base_model import locate
-from finetuning.model.fingerprint import digest
+from finetuning.model.fingerprint import combine_digests
+from finetuning.model.locating import locate
 from strategies.averaging import Averaging
 from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import Journal, LiveStatus, Progress, reasons
@@ -98,7 +98,7 @@ class Rounds(Strategy):
             self._status.begin(RunStatus(round=self.progress.finished_rounds))
             self._participants.register_all(grid)
             self._instruction = replace(
-                self._instruction, base=digest(self._participants.fingerprint)
+                self._instruction, base=combine_digests(self._participants.fingerprint)
             )
             finished = self.progress.finished_rounds
             wants_importance = self._evaluation(finished).importance

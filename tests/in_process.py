@@ -13,8 +13,8 @@ from federation.messages import to_arrays
 from federation.run_config import Scalar, parse_run_config
 from federation.run_folder import RunStatus
 from finetuning.adapters.adapter import State
-from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.locating import locate
 from server_app.main import STRATEGIES, first_adapter
 from strategies.journal import Progress
 

@@ -9,24 +9,21 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from finetuning.adapters.adapter import attach_adapter, export_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter, export_adapter
 from finetuning.adapters.exporting import export
 from finetuning.adapters.merging import merge, save_merged
 from finetuning.adapters.saved import AdapterError, SavedAdapter
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
-from finetuning.model.base_model import (
-    BaseModelError,
-    load_checkpoint,
-    loading_arguments,
-    refuse_unless_causal,
-)
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_checkpoint, loading_arguments, refuse_unless_causal
 from finetuning.model.checkpoint import client_parameters, count_blocks, hidden_size
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 from split.model.exactness import check_exactness
 from split.model.partition import partition_of
 from split.settings import SplitSettings
+from tests.finetuning.conftest import draw_weights
 from tests.setting_tables import DOCS, families_table
 from tests.split.conftest import (
     LENGTHS,
@@ -55,7 +52,7 @@ def batch_of(rows):
     return collate([Example(t, torch.arange(len(t)) >= 2, 2, "", 0) for t in tokens], 0)
 
 
-def test_the_whole_text_part_is_the_published_model_s(wrapper):
+def test_the_whole_text_part_equals_the_published_model(wrapper):
     directory, published = wrapper
     base, tokens = whole_model(directory), draw_tokens()
     refuse_unless_causal(base, directory)
@@ -68,9 +65,7 @@ def test_the_whole_text_part_is_the_published_model_s(wrapper):
     whole = WholeModel(model)
     loss = cross_entropy(expected[0, 1:-1], tokens[0, 2:], reduction="sum")
     assert whole.accumulate([batch_of([0])], 0) == [pytest.approx(loss.item(), rel=1e-4)]
-    torch.manual_seed(1)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = 0.2 * torch.randn_like(parameter)
+    draw_weights(model, 0.2)
     together, _ = whole.row_gradients(batch_of([0, 1, 2]))
     for row in range(3):
         alone, _ = whole.row_gradients(batch_of([row]))
@@ -101,13 +96,16 @@ def test_the_parts_of_the_text_part_compute_the_same(wrapper):
     check_exactness(directory, model, partition_of(directory, SETTINGS), generation=True)
 
 
+def draw_adapter(directory, targets, folder):
+    """Return a model with a random adapter, and the adapter as one that was saved in a folder."""
+    settings = AdapterSettings(rank=2, dropout=0.0, targets=targets)
+    model = draw_weights(attach_adapter(whole_model(directory), settings, None), 0.2)
+    return model, SavedAdapter(folder, settings, export_adapter(model), "")
+
+
 def test_merging_changes_only_adapted_tensors(wrapper, tmp_path):
     directory, published = wrapper
-    tokens, settings = draw_tokens(), AdapterSettings(rank=2, dropout=0.0, targets="q_proj,lm_head")
-    model = attach_adapter(whole_model(directory), settings, None)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = 0.2 * torch.randn_like(parameter)
-    adapter = SavedAdapter(tmp_path, settings, export_adapter(model), "")
+    tokens, (model, adapter) = draw_tokens(), draw_adapter(directory, "q_proj,lm_head", tmp_path)
     folder = tmp_path / "merged"
     save_merged(merge(adapter, directory, "auto", "none"), directory, folder, "auto", "")
     before, after = (load_file(each / "model.safetensors") for each in (directory, folder))
@@ -141,11 +139,7 @@ VLLM = {
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 def test_other_programs_find_the_adapted_modules(wrapper, tmp_path):
     directory, published = wrapper
-    tokens, settings = draw_tokens(), AdapterSettings(rank=2, dropout=0.0, targets="q_proj,o_proj")
-    model = attach_adapter(whole_model(directory), settings, None)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = 0.2 * torch.randn_like(parameter)
-    adapter = SavedAdapter(tmp_path, settings, export_adapter(model), "")
+    tokens, (model, adapter) = draw_tokens(), draw_adapter(directory, "q_proj,o_proj", tmp_path)
     kind, names = type(published), {}
     for program in ("peft", "vllm", "llama.cpp"):
         folder = tmp_path / program

@@ -19,8 +19,9 @@ from bench.attack.measuring import Attacked
 from bench.attack.report import one_cell_per_line, tables
 from bench.attack.texts import GENERATED, generated_texts, texts_in
 from bench.harness import command
-from finetuning.model.base_model import load_tokenizer, locate
-from finetuning.model.fingerprint import digest, fingerprint
+from finetuning.model.fingerprint import combine_digests, fingerprint
+from finetuning.model.locating import locate
+from finetuning.model.tokenizer import load_tokenizer
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
         "vocabulary": config["vocab_size"],
         "versions": {library: version(library) for library in ("torch", "transformers")},
         "sizes": asdict(sizes),
-        "model digest": digest(fingerprint(directory)),
+        "model digest": combine_digests(fingerprint(directory)),
     }
 
 

@@ -27,8 +27,8 @@ from finetuning.errors import UserError
 from finetuning.evaluation.generation import sampling
 from finetuning.model.output_head import likeliest_tokens
 from finetuning.model.positions import trained_positions
-from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import set_seed
+from finetuning.whole_model import WholeModel
 from split.protocol.errors import LaneError
 
 BROKEN = "a GPU kernel has failed, so this process can no longer use the GPU"

@@ -45,7 +45,7 @@ class ModelsOptions(BaseModelOptions):
         """Return the answerer of requests for the models; see `Limits`."""
         from chambers.endpoint.answering import Answerer, Limits
         from chambers.models import find_draft
-        from finetuning.model.base_model import load_tokenizer
+        from finetuning.model.tokenizer import load_tokenizer
 
         sources = self.sources()
         tokenizer = load_tokenizer(next(iter(sources.values())).directory)

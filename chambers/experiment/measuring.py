@@ -31,10 +31,10 @@ from finetuning.evaluation.scoring import score
 from finetuning.files import write_json
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.tasks.question import Question
-from finetuning.tasks.scoring import answer, majority_answers, prepare
+from finetuning.tasks.scoring import answer_questions, majority_answers, prepare_questions
 from finetuning.tasks.tasks import TASKS, Task
+from finetuning.whole_model import WholeModel
 
 _MAX_TOKENS = 8192
 _REPORTED: set[Measure] = set(get_args(Reported))
@@ -148,8 +148,8 @@ class Measuring:
     def _correct(self, model: WholeModel, group: Group) -> list[float]:
         """Return whether a right candidate is the likeliest, for each question of a task."""
         task, length = TASKS[self._config.data.task], self._config.data.max_length
-        prepared = prepare(self._tokenizer, task, group.questions, length)
-        texts = answer(model, self._tokenizer, prepared, _MAX_TOKENS, new_tokens=0).texts
+        prepared = prepare_questions(self._tokenizer, task, group.questions, length)
+        texts = answer_questions(model, self._tokenizer, prepared, _MAX_TOKENS, new_tokens=0).texts
         return _right(task, group.questions, texts)
 
     def _scores_of_texts(self, model: WholeModel, group: Group) -> list[dict[str, float]]:

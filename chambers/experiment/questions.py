@@ -11,6 +11,7 @@ from finetuning.data.files import client_folders, find_parts
 from finetuning.data.layouts import parse_messages
 from finetuning.data.rows import Row
 from finetuning.generated import matters
+from finetuning.generated.clients import name_client
 from finetuning.randomness import derive_seed
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import held_out_part, read_questions, read_task_rows
@@ -41,7 +42,7 @@ def client_names(config: RunConfig) -> list[str]:
         return [folder.name for folder in client_folders(Path(config.data.path).expanduser())]
     if config.data.generated == "styles":
         raise CommandError('an experiment needs data.path or data.generated = "matters"')
-    return [f"school-{number}" for number in range(1, GENERATED_CLIENTS + 1)]
+    return [name_client(config.data.generated, index) for index in range(GENERATED_CLIENTS)]
 
 
 def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Group]:
@@ -57,7 +58,7 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         return [_read(name, folder, config, count) for name, folder in folders.items()]
     groups = []
     for name, own in zip(names, matters.divide(len(names), seed), strict=True):
-        values = matters.questions(own, count, derive_seed("experiment", seed, name), "test")
+        values = matters.write_questions(own, count, derive_seed("experiment", seed, name), "test")
         rows = [
             Row(parse_messages(value), f"{name} question {number}", dict(value))
             for number, value in enumerate(values, start=1)

@@ -145,12 +145,12 @@ def disk(path: Path, cure: str = "delete old runs") -> str:
 
 def check_model(name: str) -> str:
     """Check that a base model exists on this machine, and compute its digest."""
-    from finetuning.model.base_model import locate
-    from finetuning.model.fingerprint import digest, fingerprint
+    from finetuning.model.fingerprint import combine_digests, fingerprint
+    from finetuning.model.locating import locate
 
     try:
         directory = locate(name)
-        return f"model: {name} has the digest {digest(fingerprint(directory))}"
+        return f"model: {name} has the digest {combine_digests(fingerprint(directory))}"
     except ValueError as error:  # a file is damaged
         raise CommandError(str(error)) from error
 

@@ -22,7 +22,7 @@ from federation.authentication import parse_public_key, read_public_key
 from federation.site_file import VARIABLE, SiteFile, read_site_file
 from federation.site_policy import read_policy
 from federation.worker_socket import WorkerError, connected_worker
-from finetuning.data.files import find_parts, names_of
+from finetuning.data.files import find_parts, list_names
 from finetuning.data.formats import DataError
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
@@ -166,7 +166,7 @@ def _data(site: SiteFile, task: str) -> str:
     except DataError as error:
         advice = "" if task else "\n  (if the planned run sets data.task, add --task)"
         raise CommandError(f"{error}{advice}") from error
-    unused = f"; not used: {names_of(parts.unused)}" if parts.unused else ""
+    unused = f"; not used: {list_names(parts.unused)}" if parts.unused else ""
     return f"{site.name}: {rows} training rows and {held_out} in {path}{unused}"
 
 

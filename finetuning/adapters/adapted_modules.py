@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from finetuning.adapters.adapter import attach_adapter, target_names
-from finetuning.model.base_model import BaseModelError, outline
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import outline
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import path_of_blocks
 from finetuning.settings import AdapterSettings, names_modules
@@ -41,13 +42,13 @@ def adapted_modules(directory: Path, settings: AdapterSettings) -> dict[str, boo
     blocks = _path_of_blocks(model)
     with torch.device("meta"):
         adapted = attach_adapter(model, settings, None).get_base_model()
-    found = {}
+    modules = {}
     for name, layer in adapted.named_modules():
         if isinstance(layer, BaseTunerLayer):
             # PEFT puts the layers of an expert's several matrices inside each other.
             path = name.replace(".base_layer", "")
-            found[path] = _mixes_tokens(path, layer.get_base_layer(), blocks)
-    return found
+            modules[path] = _mixes_tokens(path, layer.get_base_layer(), blocks)
+    return modules
 
 
 @one_at_a_time()
@@ -104,7 +105,7 @@ def _mixes_tokens(path: str, layer: Any, blocks: str | None) -> bool:
 
 def _linear_layers(model: Any) -> set[str]:
     """Return the paths of the modules that ``all-linear`` adapts."""
-    blocks, found = _path_of_blocks(model), set()
+    blocks, paths = _path_of_blocks(model), set()
     for path, layer in model.named_modules():
         parent, _, name = path.rpartition(".")
         # Fused kernels of state-space models read these weights without calling the layers.
@@ -113,8 +114,8 @@ def _linear_layers(model: Any) -> set[str]:
         if _mixes_tokens(path, layer, blocks) and not (
             is_fused or is_gate or _names_experts(model, name)
         ):
-            found.add(path)
-    return found
+            paths.add(path)
+    return paths
 
 
 def _names_experts(model: Any, name: str) -> bool:

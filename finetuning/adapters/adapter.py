@@ -1,6 +1,5 @@
 """Attach adapters to a base model, exchange them as tensors, and save them in PEFT's format."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,13 @@ from safetensors.torch import save_file
 
 from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
 from finetuning.devices import is_mixed_precision
-from finetuning.files import replacing
-from finetuning.model.base_model import (
-    BaseModelError,
-    load_checkpoint,
-    load_tokenizer,
-    locate,
-    outline,
-)
+from finetuning.errors import BaseModelError
+from finetuning.files import copy_matching, replacing
+from finetuning.model.base_model import load_checkpoint, outline
+from finetuning.model.locating import locate
 from finetuning.model.names import public_name
 from finetuning.model.one_at_a_time import one_at_a_time
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import AdapterSettings
 
 State = dict[str, torch.Tensor]
@@ -66,8 +62,6 @@ def attach_adapter(
         if settings.kind == "prefix":
             setting = 'adapter.kind = "prefix"'
         raise BaseModelError(f"{setting} does not fit this model: {reason}") from error
-    for parameter in trainable_parameters(model).values():
-        parameter.data = parameter.data.float()
     if is_mixed_precision(model.device, model.dtype):
         # All computation is in bfloat16, so PEFT need not convert the inputs to float32 first.
         for module in model.modules():
@@ -244,9 +238,8 @@ def save_adapter(
     """
     with replacing(directory) as aside:
         aside.mkdir(parents=True)
-        for name in _TOKENIZER.split():
-            for file in checkpoint.glob(name) if checkpoint else ():
-                shutil.copyfile(file, aside / file.name)
+        if checkpoint is not None:
+            copy_matching(checkpoint, _TOKENIZER.split(), aside)
         file = aside / "adapter_model.safetensors"
         if isinstance(state, Path):
             state.rename(file)

@@ -1,7 +1,6 @@
 """Merge a LoRA adapter into its base model's weights."""
 
 import json
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from finetuning.adapters.adapter import State, attach_adapter, load_adapter
 from finetuning.adapters.saved import AdapterError, SavedAdapter
-from finetuning.files import replacing
-from finetuning.model.base_model import (
-    DESCRIPTIONS,
-    BaseModelError,
-    fetch,
-    load_checkpoint,
-    loading_arguments,
-    outline,
-)
-from finetuning.model.checkpoint import WEIGHTS
+from finetuning.errors import BaseModelError
+from finetuning.files import copy_matching, replacing
+from finetuning.model.base_model import load_checkpoint, loading_arguments, outline
+from finetuning.model.checkpoint import INDEX, WEIGHTS
 from finetuning.model.gguf_file import ORIGIN
+from finetuning.model.locating import DESCRIPTIONS, fetch
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.tensor_names import full_names
@@ -30,7 +24,6 @@ from finetuning.settings import ModelSettings
 _LICENCES = ("LICENSE*", "NOTICE*", "MODEL_LICENSE*")
 # Files of a checkpoint that aren't copied: a different card is written, and there is no GGUF file.
 _LEFT_OUT = {"README.md", ORIGIN}
-_INDEX = "model.safetensors.index.json"
 
 
 def fetch_licence(name: str) -> None:
@@ -87,13 +80,10 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
     """
     whole, left = outline(directory), set(changed)
     new = None if dtype == "auto" else getattr(torch, dtype)
-    described: dict[str, Any] = {} if new is None else {"dtype": dtype}
+    config_changes: dict[str, Any] = {} if new is None else {"dtype": dtype}
     with replacing(folder) as aside:
         aside.mkdir(parents=True)
-        for pattern in (*DESCRIPTIONS, *_LICENCES):
-            for file in directory.glob(pattern):
-                if file.name not in _LEFT_OUT:
-                    shutil.copy(file, aside)
+        copy_matching(directory, (*DESCRIPTIONS, *_LICENCES), aside, _LEFT_OUT)
         for file in (files := sorted(directory.glob(WEIGHTS))):
             tensors = load_file(file)
             for name, full in full_names(whole, tensors).items():
@@ -105,8 +95,8 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
                 nested = any(name.startswith("language_model.") for name in tensors)
                 name = f"language_model.{output}" if nested else output
                 tensors[name] = changed[left.pop()]
-                described["tie_word_embeddings"] = False
-                _update(aside / _INDEX, "weight_map", {name: file.name})
+                config_changes["tie_word_embeddings"] = False
+                _update(aside / INDEX, "weight_map", {name: file.name})
             if new is not None:
                 tensors = {n: v.to(new) if v.is_floating_point() else v for n, v in tensors.items()}
             save_file(tensors, aside / file.name, metadata={"format": "pt"})
@@ -116,7 +106,7 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
                 "the adapter can't be merged"
             )
         for part in ("", "text_config"):
-            _update(aside / "config.json", part, described)
+            _update(aside / "config.json", part, config_changes)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -46,7 +46,7 @@ def model_card(
 
 Trained with Chambers.
 
-- Base model: `{public_name(base)}`{_stored(directory)}
+- Base model: `{public_name(base)}`{_note_on_gguf(directory)}
 - Clients: {clients}
 - Rounds: {rounds}
 
@@ -72,7 +72,7 @@ def _on_hub(name: str) -> str | None:
     return name if "/" in name else None
 
 
-def _stored(directory: Path) -> str:
+def _note_on_gguf(directory: Path) -> str:
     """Return a note on the GGUF file that a checkpoint was converted from, or an empty string."""
     origin = origin_of(directory)
     return f" (GGUF, {origin['quantization']}; SHA-256 {origin['sha256']})" if origin else ""
@@ -93,9 +93,9 @@ def merged_card(
     maps clients to the held-out losses, in nats per token, of the base model and of the adapter;
     the card has the means. The adapter's card is appended.
     """
-    found = _metadata_of(directory)
-    licence = found.get("license")
-    named = {key: found[key] for key in ("license_name", "license_link") if found.get(key)}
+    original = _metadata_of(directory)
+    licence = original.get("license")
+    named = {key: original[key] for key in ("license_name", "license_link") if original.get(key)}
     metadata = ModelCardData(
         base_model=_on_hub(base),
         library_name="transformers",
@@ -122,7 +122,7 @@ def merged_card(
 
 # {Path(base).name} with the adapter {adapter.name} merged
 
-- Base model: `{public_name(base)}`{_stored(directory)}
+- Base model: `{public_name(base)}`{_note_on_gguf(directory)}
 - Licence of the base model: {licence or "not named in its folder; it applies to this model, too"}
 - Precision: {dtype}
 {quantised}{held_out}
@@ -133,7 +133,7 @@ model = {kind}.from_pretrained(".")  # this folder
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 
-{_described(adapter)}"""
+{_section_of(adapter)}"""
 
 
 def _metadata_of(directory: Path) -> dict[str, Any]:
@@ -142,13 +142,13 @@ def _metadata_of(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found: dict[str, Any] = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+        metadata: dict[str, Any] = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, YAMLError):  # the card has no readable metadata
         return {}
-    return found
+    return metadata
 
 
-def _described(directory: Path) -> str:
+def _section_of(directory: Path) -> str:
     """Return an adapter's card as a section, without metadata and code."""
     file = directory / "README.md"
     if not file.is_file():

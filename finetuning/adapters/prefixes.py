@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 
 # Name of a whole model's prefixes in PEFT's saved format.
 SAVED = "prompt_embeddings"
@@ -61,7 +61,7 @@ def _keys_and_values(
     return keys, values
 
 
-def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
+def drop_positions(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
     """Apply dropout to a (length, columns) prefix for each row; return (rows, length, columns).
 
     The prefix is returned unchanged if the rate is 0.
@@ -69,7 +69,7 @@ def with_dropout(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
     return torch.nn.functional.dropout(prefix.expand(rows, -1, -1), rate) if rate else prefix
 
 
-def shifted(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
+def shift_inputs(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return a backbone's inputs with the mask and positions, if any, shifted by ``length``."""
     result = dict(inputs)
     if "attention_mask" in inputs:
@@ -110,13 +110,13 @@ class BlockPrefixes:
         dropout is applied to the prefixes.
         """
         prefixes = {
-            number: with_dropout(prefix, rows, self._dropout * training)
+            number: drop_positions(prefix, rows, self._dropout * training)
             for number, prefix in self._blocks.items()
         }
         cache = prefix_cache(
             prefixes=prefixes, length=self.length, config=self._config, rows=rows, dtype=dtype
         )
-        return {**shifted(inputs, self.length), "past_key_values": cache}
+        return {**shift_inputs(inputs, self.length), "past_key_values": cache}
 
     @torch.no_grad()
     def fill(self, cache: Any, rows: int, dtype: torch.dtype) -> None:
@@ -151,7 +151,7 @@ def refuse_without_prefix(model: Any, length: int) -> None:
         token = torch.zeros(1, 1, width, dtype=prefix.dtype, device="meta")
         model.base_model(inputs_embeds=token, past_key_values=cache, use_cache=False)
         lengths = [layer.get_seq_length() for layer in cache.layers]
-        without = [i for i, found in enumerate(lengths) if found != length + 1]
+        without = [i for i, cached in enumerate(lengths) if cached != length + 1]
         reason = f"block {without[0]} has no attention that reads a prefix" if without else ""
     except Exception as error:  # An unsupported architecture can raise any exception.
         reason = f"{type(error).__name__}: {error}".partition(". ")[0]

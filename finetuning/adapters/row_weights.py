@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 
 
 @contextmanager

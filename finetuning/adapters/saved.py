@@ -97,11 +97,11 @@ def read_adapter(directory: Path) -> SavedAdapter:
     from finetuning.adapters.adapter import as_peft_config
 
     try:
-        found: Any = PeftConfig.from_pretrained(str(directory))
-        settings = _settings_of(found)
+        config: Any = PeftConfig.from_pretrained(str(directory))
+        settings = _settings_of(config)
         expected = as_peft_config(settings).to_dict()
         # PEFT drops the keys that it doesn't know.
-        values = json.loads((directory / _CONFIG).read_text(encoding="utf-8")) | found.to_dict()
+        values = json.loads((directory / _CONFIG).read_text(encoding="utf-8")) | config.to_dict()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise AdapterError(f"{directory / _CONFIG} can't be read: {error}") from error
     if values.get("init_lora_weights") in _PLAIN_INITIALISATIONS:
@@ -121,7 +121,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         state = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{directory / _WEIGHTS} can't be read: {error}") from error
-    base = str(found.base_model_name_or_path or "")
+    base = str(config.base_model_name_or_path or "")
     adapter = SavedAdapter(directory=directory, settings=settings, state=state, base=base)
     selecting = [values.get(key) for key in _SELECTING]
     if isinstance(values.get("target_modules"), str) or any(v not in (None, []) for v in selecting):
@@ -136,17 +136,17 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
     if the folder contains no such adapter, or the adapter doesn't match the run's settings or base
     model.
     """
-    found = read_adapter(directory)
+    adapter = read_adapter(directory)
     keys = ["kind"] if settings.kind == "prefix" else ["kind", "rank", "alpha"]
     for key in keys:
-        theirs, ours = getattr(found.settings, key), getattr(settings, key)
-        if theirs != ours:
+        value, required = getattr(adapter.settings, key), getattr(settings, key)
+        if value != required:
             raise AdapterError(
-                f"the adapter in {directory} has {key} {theirs}, but adapter.{key} = {ours}"
+                f"the adapter in {directory} has {key} {value}, but adapter.{key} = {required}"
             )
     shapes, needed = (
         {name: tuple(value.shape) for name, value in state.items()}
-        for state in (found.state, expected)
+        for state in (adapter.state, expected)
     )
     if different := sorted(dict(shapes.items() ^ needed.items())):
         raise AdapterError(
@@ -154,7 +154,7 @@ def read_fitting(directory: Path, settings: AdapterSettings, expected: "State") 
             "name or shape; set model.name, and adapter.targets or adapter.prefix-length, to the "
             "values that the adapter was trained with"
         )
-    return {name: value.float() for name, value in found.state.items()}
+    return {name: value.float() for name, value in adapter.state.items()}
 
 
 def check_folder(directory: Path) -> None:

@@ -150,10 +150,10 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
 
 
 def _version(names: str) -> Version:
-    found = set(re.findall(r"chatglm([23])", names.lower()))
-    if len(found) != 1:
+    versions = set(re.findall(r"chatglm([23])", names.lower()))
+    if len(versions) != 1:
         raise ConversionError(
             "neither config.json nor the folder's name shows whether this is ChatGLM2 or ChatGLM3, "
             "whose prompts differ; add --chatglm-version 2 or 3"
         )
-    return 2 if found == {"2"} else 3
+    return 2 if versions == {"2"} else 3

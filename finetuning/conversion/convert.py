@@ -16,7 +16,7 @@ from finetuning.conversion.plan import ConversionError, Plan
 from finetuning.conversion.quantized import GROWTH, dequantize, quantization_of
 from finetuning.conversion.tokenizer import convert_tokenizer
 from finetuning.conversion.weights import read_tensors, weight_files, write_shards
-from finetuning.files import replacing
+from finetuning.files import copy_matching, replacing
 from finetuning.progress import progress_bar
 
 _SHARD_BYTES = 2 * 2**30
@@ -54,7 +54,7 @@ def convert(
         aside.mkdir()
         with torch.device("meta"):
             outline = AutoModelForCausalLM.from_config(plan.config)
-        dtypes = write_shards(_converted(files, plan, outline), aside, shard_bytes)
+        dtypes = write_shards(_convert_tensors(files, plan, outline), aside, shard_bytes)
         plan.config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         plan.config.architectures = [type(outline).__name__]
         plan.config.save_pretrained(aside)
@@ -65,9 +65,7 @@ def convert(
             bos_token_id=tokenizer.bos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         ).save_pretrained(aside)
-        for pattern in _LICENCES:
-            for file in source.glob(pattern):
-                shutil.copy(file, aside)
+        copy_matching(source, _LICENCES, aside)
         note = _note(plan=plan, config=config, source=source, files=files)
         (aside / "README.md").write_text(note, encoding="utf-8")
     return f"{plan.model}, converted to {plan.config.architectures[0]}"
@@ -92,7 +90,9 @@ def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> P
     )
 
 
-def _converted(files: list[Path], plan: Plan, outline: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _convert_tensors(
+    files: list[Path], plan: Plan, outline: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the target's tensors by name; ``outline`` is the target model on the meta device."""
     expected = {name: value.shape for name, value in outline.state_dict().items()}
     missing = set(expected)

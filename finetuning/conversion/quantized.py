@@ -1,7 +1,6 @@
 """Write a checkpoint whose published weights are quantised again, with bfloat16 weights."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors import safe_open
 
 from finetuning.conversion.plan import ConversionError
 from finetuning.conversion.weights import weight_files, write_shards
-from finetuning.files import replacing
+from finetuning.files import copy_matching, replacing
 from finetuning.progress import progress_bar
 
 # How many bytes of the new weights there are for each byte of the old ones, by method.
@@ -41,18 +40,15 @@ def dequantize(source: Path, target: Path, config: Mapping[str, Any], shard_byte
         plain["text_config"] = {n: v for n, v in text.items() if n != "quantization_config"}
     with replacing(target) as aside:
         aside.mkdir()
-        for pattern in _COPIED:
-            for file in source.glob(pattern):
-                if not file.name.endswith(".index.json"):
-                    shutil.copy(file, aside)
+        copy_matching(source, _COPIED, aside, left_out=["*.index.json"])
         (aside / "config.json").write_text(
             json.dumps(plain | {"dtype": "bfloat16"}, indent=2), encoding="utf-8"
         )
         block = quantization.get("weight_block_size")
-        write_shards(_dequantized(files, block), aside, shard_bytes)
+        write_shards(_dequantize_tensors(files, block), aside, shard_bytes)
 
 
-def _dequantized(
+def _dequantize_tensors(
     files: Sequence[Path], block: Sequence[int] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the new tensors by name, with one old tensor in memory at a time."""
@@ -79,11 +75,13 @@ def _dequantized(
             elif not name.endswith(("_scales", _SCALE, _INPUT)):
                 value = read(name)
                 if value.dtype == torch.float8_e4m3fn:
-                    value = _scaled(value, read(name.removesuffix(".weight") + _SCALE), block)
+                    value = _scale_blocks(value, read(name.removesuffix(".weight") + _SCALE), block)
                 yield name, value
 
 
-def _scaled(values: torch.Tensor, scale: torch.Tensor, block: Sequence[int] | None) -> torch.Tensor:
+def _scale_blocks(
+    values: torch.Tensor, scale: torch.Tensor, block: Sequence[int] | None
+) -> torch.Tensor:
     """Multiply each block of (…, rows, columns) with its scale; the last ones may be smaller."""
     scale = scale.float()
     if block is not None:

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from finetuning.conversion.plan import ConversionError
+from finetuning.model.checkpoint import INDEX
 
-_INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -45,7 +45,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
-                        yield name, _checked(name, tensors.get_tensor(name), file)
+                        yield name, _check_tensor(name, tensors.get_tensor(name), file)
             else:
                 # Only PyTorch's newer format (zip) can be memory-mapped.
                 content = torch.load(
@@ -54,7 +54,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                 if not isinstance(content, dict):
                     raise ConversionError(f"{file} is not a mapping of tensors")
                 for name in list(content):
-                    yield name, _checked(name, content.pop(name), file)
+                    yield name, _check_tensor(name, content.pop(name), file)
         except (pickle.UnpicklingError, SafetensorError, EOFError, OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise ConversionError(
@@ -63,7 +63,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             ) from error
 
 
-def _checked(name: str, tensor: object, file: Path) -> torch.Tensor:
+def _check_tensor(name: str, tensor: object, file: Path) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
         what = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConversionError(
@@ -98,7 +98,7 @@ def write_shards(
         (directory / f"{number}.safetensors").rename(directory / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return dtypes
 
 

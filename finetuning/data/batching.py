@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,14 +15,6 @@ from finetuning.settings import TrainSettings
 
 # Examples are sorted by length within groups of this many micro-batches.
 _GROUPED_MICRO_BATCHES = 50
-
-
-class Prefixed(Protocol):
-    """A whole or split model that can have a prefix."""
-
-    @property
-    def columns_before(self) -> int:
-        """Number of prefix positions before each row's tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +34,8 @@ class MicroBatch:
         """Return the micro-batch with everything but the lengths on a device."""
         if self.tokens.device == device:
             return self
-        given = (self.tokens, self.positions, self.labels)
-        tokens, positions, labels = to_device_together(given, device)
+        tensors = (self.tokens, self.positions, self.labels)
+        tokens, positions, labels = to_device_together(tensors, device)
         return replace(self, tokens=tokens, positions=positions, labels=labels)
 
 
@@ -92,19 +83,19 @@ def round_steps(
 
 
 def micro_batches(
-    indices: Sequence[int], columns: Sequence[int], token_budget: int, most_rows: int = sys.maxsize
+    indices: Sequence[int], columns: Sequence[int], token_budget: int, max_rows: int = sys.maxsize
 ) -> list[list[int]]:
     """Divide examples or prompts into batches of at most ``token_budget`` padded tokens.
 
     Examples are sorted by length, which reduces padding. The first batch has the longest examples,
     so out-of-memory errors occur immediately. An example above the budget is a batch by itself.
     ``indices`` are the examples' indices in ``columns``, the number of columns of each example:
-    prefix, tokens, and tokens to be generated. A batch has at most ``most_rows`` rows.
+    prefix, tokens, and tokens to be generated. A batch has at most ``max_rows`` rows.
     """
     groups: list[list[int]] = []
     last: list[int] = []
     for index in sorted(indices, key=lambda index: (-columns[index], index)):
-        if last and len(last) < most_rows and (len(last) + 1) * columns[last[0]] <= token_budget:
+        if last and len(last) < max_rows and (len(last) + 1) * columns[last[0]] <= token_budget:
             last.append(index)
         else:
             last = [index]
@@ -112,15 +103,15 @@ def micro_batches(
     return groups
 
 
-def split_rows(batch: MicroBatch, most: int) -> list[MicroBatch]:
-    """Split a micro-batch into parts of at most ``most`` rows, each padded to its longest row."""
+def split_rows(batch: MicroBatch, max_rows: int) -> list[MicroBatch]:
+    """Split a micro-batch into parts of at most ``max_rows`` rows, padded to their longest row."""
     row, column = batch.positions // batch.tokens.shape[1], batch.positions % batch.tokens.shape[1]
     parts = []
-    for first in range(0, len(batch.tokens), most):
-        rows = slice(first, first + most)
+    for first in range(0, len(batch.tokens), max_rows):
+        rows = slice(first, first + max_rows)
         lengths = batch.lengths[rows]
         longest = int(lengths.max())
-        own = (first <= row) & (row < first + most)
+        own = (first <= row) & (row < first + max_rows)
         positions = (row[own] - first) * longest + column[own]
         parts.append(
             MicroBatch(
@@ -150,7 +141,8 @@ def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[l
     # Only the last batch can be short. Keep it last, so that every other step is full.
     short = [batches.pop()] if len(batches[-1]) < size else []
     batches = [batches[index] for index in random.permutation(len(batches))] + short
-    return [
-        [index for batch in batches[first : first + settings.accumulation] for index in batch]
-        for first in range(0, len(batches), settings.accumulation)
-    ]
+    steps = []
+    for first in range(0, len(batches), settings.accumulation):
+        batches_of_step = batches[first : first + settings.accumulation]
+        steps.append([index for batch in batches_of_step for index in batch])
+    return steps

@@ -31,7 +31,9 @@ class TurnsChangeError(ChatTemplateError):
     """The template renders a turn differently depending on later turns."""
 
 
-def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple[str, Spans]:
+def render_conversation(
+    messages: Messages, tokenizer: Any, only_last: bool = False
+) -> tuple[str, Spans]:
     """Render a conversation as text.
 
     Return the text, and the (start, end) indices of each answer (or only the last), end mark
@@ -54,17 +56,16 @@ def render(messages: Messages, tokenizer: Any, only_last: bool = False) -> tuple
     return text, spans
 
 
-def guarded(messages: Messages, tokenizer: Any) -> tuple[str, Messages]:
+def guard_contents(messages: Messages, tokenizer: Any) -> tuple[str, Messages]:
     """Break up the texts of control tokens in contents, which would open or end turns.
 
     Return the character that is inserted into them and occurs nowhere else (see
-    `tokenization.without_guard`), or "" if there are none, and the messages.
+    `encoding.without_guard`), or "" if there are none, and the messages.
     """
     control = _control_tokens(tokenizer, str(tokenizer.chat_template))
     if not any(control.search(turn["content"]) for turn in messages):
         return "", messages
-    contents = "".join(turn["content"] for turn in messages)
-    guard = next(c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in contents)
+    guard = unused_character("".join(turn["content"] for turn in messages), 0xF0000)
     broken = [{**m, "content": control.sub(rf"\1{guard}", m["content"])} for m in messages]
     return guard, broken
 
@@ -90,6 +91,11 @@ def _control_tokens(tokenizer: Any, _: str) -> re.Pattern[str]:
     return re.compile(f"(?={texts})(.)", re.DOTALL)
 
 
+def unused_character(text: str, first: int = 0xE000) -> str:
+    """Return the first character from a code point on that a text doesn't contain."""
+    return next(c for c in map(chr, range(first, 0x10FFFE)) if c not in text)
+
+
 def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
     """Return the index in ``text`` at which the last turn's answer begins."""
     prompt = _apply(tokenizer, messages[:-1], add_generation_prompt=True)
@@ -100,7 +106,7 @@ def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
         raise TurnsChangeError("the chat template changes earlier turns")
     # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
     # The answer begins at the first character that changes if the answer is replaced.
-    probe = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in messages[-1]["content"])
+    probe = unused_character(messages[-1]["content"])
     other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
     return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
 

@@ -44,13 +44,17 @@ def client_folders(path: Path) -> list[Path]:
         raise DataError(
             f"{path} has folders of clients, and rows beside them that belong to no client; move "
             "these into a client's folder, or elsewhere",
-            names_of(beside or sorted(own)),
+            list_names(beside or sorted(own)),
         )
     without = [folder for folder in folders if folder not in clients]
     if without:
-        found = "; ".join(f"{folder.name} has {names_of(entries(folder))}" for folder in without)
+        files_of_others = "; ".join(
+            f"{folder.name} has {list_names(entries(folder))}" for folder in without
+        )
         which = f"{len(without)} of the {len(folders)} folders in {path} have {_NO_ROWS}"
-        raise DataError(f"{which}; rename their files, or move the folders elsewhere", found)
+        raise DataError(
+            f"{which}; rename their files, or move the folders elsewhere", files_of_others
+        )
     return clients
 
 
@@ -67,13 +71,13 @@ def find_parts(path: Path, held_out: str) -> Parts:
         raise DataError(f"{path} doesn't exist")
     train = find_part(path, "train")
     if not train:
-        raise DataError(f"{path} has {_NO_ROWS}", "found " + names_of(entries(path)))
+        raise DataError(f"{path} has {_NO_ROWS}", "found " + list_names(entries(path)))
     parts = (find_part(path, name) for name in (held_out, *_VALIDATION))
     test = next(filter(None, parts), [])
     used = {*train, *test}
     used |= {file.parent for file in used}
-    found = [*entries(path), *(entries(path / "data") if path / "data" in used else [])]
-    return Parts(train, test, [entry for entry in found if entry not in used])
+    present = [*entries(path), *(entries(path / "data") if path / "data" in used else [])]
+    return Parts(train, test, [entry for entry in present if entry not in used])
 
 
 def find_part(folder: Path, part: str) -> list[Path]:
@@ -88,18 +92,20 @@ def find_part(folder: Path, part: str) -> list[Path]:
             f'datasets.load_from_disk("{folder}")["train"].to_parquet("train.parquet")'
         )
     places = [place for place in (folder, folder / "data") if place.is_dir()]
-    found = [entry for place in places for entry in entries(place) if _is_of(entry, part)]
-    kinds = {(entry.parent, format_of(entry) or "", _stem(entry) == part) for entry in found}
-    if len(kinds) > 1 or (len(found) > 1 and _stem(found[0]) == part):
-        raise DataError(f"{folder} has {names_of(found, ' and ')}; keep one")
-    files = [file for entry in found for file in ([entry] if entry.is_file() else _rows_in(entry))]
+    candidates = [entry for place in places for entry in entries(place) if _is_of(entry, part)]
+    kinds = {(entry.parent, format_of(entry) or "", _stem(entry) == part) for entry in candidates}
+    if len(kinds) > 1 or (len(candidates) > 1 and _stem(candidates[0]) == part):
+        raise DataError(f"{folder} has {list_names(candidates, ' and ')}; keep one")
+    files = [
+        file for entry in candidates for file in ([entry] if entry.is_file() else _rows_in(entry))
+    ]
     counts = {int(match[1]) for file in files if (match := _SHARDS.search(file.name))}
     if counts and counts != {len(files)}:
         raise DataError(f"{folder} has {len(files)} of {max(counts)} shards of {part}")
     return files
 
 
-def names_of(paths: Sequence[Path], separator: str = ", ") -> str:
+def list_names(paths: Sequence[Path], separator: str = ", ") -> str:
     """Return the first of the names of files and folders; folders' names end with a slash."""
     names = [path.name + "/" * path.is_dir() for path in paths]
     more = [f"{len(names) - _SHOWN} more"] if names[_SHOWN:] else []
@@ -112,13 +118,13 @@ def entries(folder: Path) -> list[Path]:
     Raise a DataError if the folder can't be read, or has a link to nothing.
     """
     try:
-        found = sorted(folder.iterdir())
+        present = sorted(folder.iterdir())
     except OSError as error:
         raise DataError(f"{folder} can't be read: {error.strerror}") from error
-    for entry in found:
+    for entry in present:
         if entry.is_symlink() and not entry.exists() and not _HIDDEN.match(entry.name):
             raise DataError(f"{entry} is a link to a file or folder that doesn't exist")
-    return found
+    return present
 
 
 def _is_of(entry: Path, part: str) -> bool:

@@ -40,6 +40,10 @@ class DataError(UserError, ValueError):
         """The message without text from the data or from other libraries."""
         return self._without_quotes
 
+    def at(self, place: str) -> "DataError":
+        """Return the same error with the file or row that it is about."""
+        return DataError(f"{place}: {self}", public=f"{place}: {self.public}")
+
 
 def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """Yield each row's origin and raw value; the value of an unreadable row is a `DataError`.
@@ -50,8 +54,8 @@ def read_values(path: Path | str) -> Iterator[tuple[str, Any]]:
     """
     if isinstance(path, str):
         source = f"{path} is not an absolute path, and the data set with this id"
-        found = _DATA_SET_ID.fullmatch(path)
-        options = {key: text for key, text in found.groupdict().items() if text} if found else {}
+        match = _DATA_SET_ID.fullmatch(path)
+        options = {key: text for key, text in match.groupdict().items() if text} if match else {}
         yield from _number(path, _stream(source, **{"path": path, **options}))
         return
     if not path.is_file():
@@ -119,7 +123,7 @@ def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
             value = parse_json(file.read())
     except DataError as error:
         if getattr(error.__cause__, "msg", None) != "Extra data":
-            raise DataError(f"{path}: {error}", public=f"{path}: {error.public}") from error
+            raise error.at(str(path)) from error
         yield from _json_lines(path)
         return
     yield from _number(path, value if isinstance(value, list) else [value])

@@ -1,21 +1,22 @@
 """Convert rows in the layouts that other tools use to conversations, and tell what is not used.
 
-Roles and columns have the names of the Hugging Face Hub, TRL, axolotl and LLaMA-Factory.
+Roles have the names of the Hugging Face Hub, TRL, axolotl and LLaMA-Factory, like columns.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetuning.columns import (
+    ANSWER_COLUMNS,
+    CHAT_COLUMNS,
+    COLUMNS,
+    MORE_COLUMNS,
+    QUESTION_COLUMNS,
+    SYSTEM_COLUMNS,
+)
 from finetuning.data.formats import DataError, parse_json, refuse_duplicates
 
-_CHATS = ("messages", "conversations")
-_QUESTIONS = ("instruction", "prompt", "question", "query", "input")
-_MORE = ("input", "context")  # texts that follow the question
-_ANSWERS = ("output", "completion", "response", "answer")
-_SYSTEMS = ("system", "system_prompt")
-# Names that ``data.columns`` can assign to columns.
-COLUMNS = (*_CHATS, *_QUESTIONS, "context", *_ANSWERS, *_SYSTEMS, "history")
 # Columns that an answer may depend on, but that can't be used.
 _REFUSED = {"tools", "functions", "image", "images", "audio", "audios", "video", "videos"}
 _REFUSED |= {"reasoning", "rationale", "thinking", "passage", "background", "examples"}
@@ -63,8 +64,8 @@ def parse_row(
     own = {k: columns.get(k, f"\t{k}") if columns else k.strip().lower() for k in value}
     refuse_duplicates(list(own.values()), "has two columns of the same name")
     reader = _Reader({own[k]: v for k, v in value.items() if not _is_empty(v)}, answer)
-    chat = next((key for key in _CHATS if key in reader.found), None)
-    if "chosen" in reader.found or "rejected" in reader.found:
+    chat = next((key for key in CHAT_COLUMNS if key in reader.content), None)
+    if "chosen" in reader.content or "rejected" in reader.content:
         raise DataError(
             "has preferences; to learn only the answers in 'chosen', set data.columns to "
             '"prompt=prompt,completion=chosen" or, if they are lists of turns, "messages=chosen"'
@@ -81,7 +82,7 @@ def parse_row(
 class _Reader:
     """Collects the turns of a row, and the names of the columns that were used."""
 
-    found: Mapping[str, Any]  # columns that aren't empty
+    content: Mapping[str, Any]  # columns that aren't empty
     answer: str | None
     turns: list[tuple[str, str, bool]] = field(default_factory=list)  # role, content, is learnt
     used: list[str] = field(default_factory=list)
@@ -89,45 +90,52 @@ class _Reader:
 
     def add_system(self) -> None:
         """Add the system turn at the beginning, unless there is one."""
-        key = next((key for key in _SYSTEMS if key in self.found), None)
+        key = next((key for key in SYSTEM_COLUMNS if key in self.content), None)
         if key and [role for role, *_ in self.turns[:1]] != ["system"]:
             self.turns.insert(0, ("system", self.text(key), False))
 
     def add_pair(self, present: Sequence[str]) -> None:
         """Add a question and its answer; ``present`` includes columns with blank text."""
         question, answer = (
-            next((key for names in (self.found, present) for key in known if key in names), "")
-            for known in (_QUESTIONS, _ANSWERS)
+            next((key for names in (self.content, present) for key in known if key in names), "")
+            for known in (QUESTION_COLUMNS, ANSWER_COLUMNS)
         )
         if not question or not (answer or self.answer):
-            if "text" in self.found:
+            if "text" in self.content:
                 raise DataError("has only 'text', without an answer to learn from; divide the text")
-            wanted = ("answer", _ANSWERS) if question else ("question", (*_CHATS, *_QUESTIONS))
+            wanted = (
+                ("answer", ANSWER_COLUMNS)
+                if question
+                else ("question", (*CHAT_COLUMNS, *QUESTION_COLUMNS))
+            )
             raise DataError(
                 f"has no {wanted[0]} ({', '.join(wanted[1])}); data.columns can name other columns",
                 f"found {', '.join(repr(key.strip()) for key in present) or 'nothing'}",
             )
-        if "history" in self.found:
+        if "history" in self.content:
             self.add_turns("history")
         before = len(self.turns)
-        if isinstance(self.found.get(question), list):
+        if isinstance(self.content.get(question), list):
             self.add_turns(question)
             # As in TRL, only the completion is learnt.
             self.turns[before:] = [(*turn[:2], False) for turn in self.turns[before:]]
         else:
-            texts = [question, *(key for key in _MORE if key in self.found and key != question)]
+            texts = [
+                question,
+                *(key for key in MORE_COLUMNS if key in self.content and key != question),
+            ]
             self.turns.append(("user", "\n".join(map(self.text, texts)), False))
         if self.answer is not None:
             self.turns.append(("assistant", self.answer, True))
-            self.used += _ANSWERS
-        elif isinstance(self.found.get(answer), list):
+            self.used += ANSWER_COLUMNS
+        elif isinstance(self.content.get(answer), list):
             self.add_turns(answer)
         else:
             self.turns.append(("assistant", self.text(answer), True))
 
     def text(self, key: str) -> str:
         """Return a column's text, and note that the column was used."""
-        text = self.found.get(key)
+        text = self.content.get(key)
         if text is None:
             raise DataError(f"{key!r} is empty")
         if not isinstance(text, str):
@@ -138,7 +146,7 @@ class _Reader:
 
     def add_turns(self, name: str, is_last: bool = False) -> None:
         """Add the turns of a column; ``is_last`` if the row's last answer is among them."""
-        turns = self.found[name]
+        turns = self.content[name]
         if isinstance(turns, str) and turns.lstrip().startswith("["):  # as in CSV
             turns = parse_json(turns.encode(errors="surrogatepass"))
         if not isinstance(turns, list) or not turns:
@@ -198,14 +206,14 @@ class _Reader:
             messages=tuple({"role": role, "content": text} for role, text, _ in self.turns),
             origin=origin,
             fields=value,
-            layout=", ".join(key for key in dict.fromkeys(self.used) if key in self.found),
+            layout=", ".join(key for key in dict.fromkeys(self.used) if key in self.content),
             context=frozenset(answers[: answers.index(learnt[-1])]) - {*learnt},
             unused=(*(k for k, name in own.items() if self._is_lost(name)), *sorted(self.unused)),
         )
 
     def _is_lost(self, name: str) -> bool:
         """Return whether a column's content is not used; refuse content that the model needs."""
-        content = self.found.get(name)
+        content = self.content.get(name)
         if content is None or name in self.used:
             return False
         # Some data sets repeat the first question in ``prompt``.

@@ -12,7 +12,7 @@ __all__ = ["LeaveOut", "Row", "parse_rows", "print_left_out", "read_rows", "repo
 _SHOWN_PROBLEMS = 20
 
 Parsed = TypeVar("Parsed")
-Source = Path | str | Sequence[Path]
+RowSource = Path | str | Sequence[Path]
 # Called for each row that is left out, with its origin and the reason.
 LeaveOut = Callable[[str, DataError], None]
 
@@ -23,14 +23,14 @@ def print_left_out(origin: str, reason: DataError) -> None:
 
 
 def read_rows(
-    path: Source, leave_out: LeaveOut | None = None, columns: Mapping[str, str] | None = None
+    path: RowSource, leave_out: LeaveOut | None = None, columns: Mapping[str, str] | None = None
 ) -> list[Row]:
     """Read conversations; see `parse_rows` for paths and errors, `parse_row` for ``columns``."""
     return parse_rows(path, lambda origin, value: parse_row(origin, value, columns), leave_out)
 
 
 def parse_rows(
-    path: Source,
+    path: RowSource,
     parse: Callable[[str, Any], Parsed],
     leave_out: LeaveOut | None = None,
     advice: str = "fix them, or set data.skip-bad-rows=true to leave them out",

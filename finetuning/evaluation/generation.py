@@ -3,27 +3,15 @@
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from finetuning.data.batching import Prefixed, micro_batches
+from finetuning.data.batching import micro_batches
 from finetuning.data.tokenization import end_marks
+from finetuning.model.interface import TextModel
 
 GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-
-
-class Answering(Prefixed, Protocol):
-    """Interface that generation requires of a whole or split model."""
-
-    @property
-    def end_tokens(self) -> list[int]:
-        """The checkpoint's end-of-text tokens."""
-
-    def generate(
-        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
-    ) -> torch.Tensor:
-        """Continue prompts; see `finetuning.model.whole_model.WholeModel`."""
 
 
 def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
@@ -37,7 +25,7 @@ def sampling(temperature: float, top_p: float) -> Mapping[str, Any]:
 
 
 def generate_texts(
-    model: Answering,
+    model: TextModel,
     tokenizer: Any,
     prompts: Sequence[torch.Tensor],
     batch_size: int,
@@ -68,7 +56,7 @@ def generate_texts(
     padding = tokenizer.pad_token_id
     columns = [model.columns_before + len(prompt) + max_new for prompt in prompts]
     texts = [""] * len(prompts)
-    batches = micro_batches(range(len(prompts)), columns, max_tokens, most_rows=batch_size)
+    batches = micro_batches(range(len(prompts)), columns, max_tokens, max_rows=batch_size)
     for number, batch in enumerate(batches):
         before_batch(number)
         chosen = [prompts[index] for index in batch]

@@ -23,9 +23,9 @@ from finetuning.data.formats import DataError
 from finetuning.evaluation.generation import GREEDY, generate_texts
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.base_model import text_config
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.interface import TextModel
 from finetuning.progress import progress_bar
-from finetuning.tasks.scoring import Model
+from finetuning.whole_model import WholeModel
 
 # Defaults of the harness for tasks and models without limits.
 _NEW_TOKENS = 256
@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     ``max_length`` tokens are truncated at the start.
     """
 
-    def __init__(self, model: Model, tokenizer: Any, max_tokens: int, max_length: int) -> None:
+    def __init__(self, model: TextModel, tokenizer: Any, max_tokens: int, max_length: int) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.max_length = max_length
@@ -88,8 +88,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             ]
             for request in requests
         ]
-        found = iter(self._loglikelihood_tokens([w for own in windows for w in own]))
-        return [sum(next(found)[0] for _ in own) for own in windows]
+        likelihoods = iter(self._loglikelihood_tokens([w for own in windows for w in own]))
+        return [sum(next(likelihoods)[0] for _ in own) for own in windows]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Continue each context until a stop sequence is generated."""
@@ -117,10 +117,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                         f"a task uses {beams} beams (num_beams); split models support only one"
                     )
                 longest = self._model.columns_before + max(map(len, prompts))
-                largest = beams * (longest + new)
-                if largest > self._max_tokens:
+                total = beams * (longest + new)
+                if total > self._max_tokens:
                     raise DataError(
-                        f"a prompt of {longest} tokens takes {largest} with its answer, but "
+                        f"a prompt of {longest} tokens takes {total} with its answer, but "
                         f"at most {self._max_tokens} can be processed at once"
                     )
                 if not settings["do_sample"]:
@@ -157,21 +157,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             kept = context[max(0, len(context) + len(answer) - self.max_length - 1) :]
             groups.setdefault(tuple(kept), []).append(index)
             continuations[index] = Continuation(torch.tensor(kept), torch.tensor(answer))
-        found = log_probabilities(
+        likelihoods_of_groups = log_probabilities(
             model=self._model,
             groups=[[continuations[i] for i in group] for group in groups.values()],
             padding=self.tokenizer.pad_token_id,
             max_tokens=self._max_tokens,
         )
         results = [(0.0, True)] * len(requests)
-        for group, likelihoods in zip(groups.values(), found, strict=True):
+        for group, likelihoods in zip(groups.values(), likelihoods_of_groups, strict=True):
             for index, likelihood in zip(group, likelihoods, strict=True):
                 results[index] = (likelihood.log_probability, likelihood.is_greedy)
         return results
 
 
 @contextmanager
-def loaded_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
+def load_tasks(names: Sequence[str], folder: Path | None) -> Iterator[Any]:
     """Load tasks with their rows, yield a `TaskManager`, and delete copies of the rows on exit.
 
     No rows remain in the caches of ``datasets`` and ``evaluate`` or in their temporary folder,
@@ -206,10 +206,10 @@ def harness_scores(
 ) -> dict[str, dict[str, Any]]:
     """Return the number of questions and the metrics of each task or group of tasks.
 
-    ``manager`` is from `loaded_tasks`, whose context must still be active; ``limit`` is the maximum
+    ``manager`` is from `load_tasks`, whose context must still be active; ``limit`` is the maximum
     number of rows of each task, or None for all rows.
     """
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=model,
         tasks=list(names),
         task_manager=manager,
@@ -217,7 +217,7 @@ def harness_scores(
         bootstrap_iters=0,
         log_samples=False,
     )
-    counts = found["n-samples"]
+    counts = results["n-samples"]
     return {
         task: {
             "questions": counts.get(task, {}).get("effective"),
@@ -227,7 +227,7 @@ def harness_scores(
                 if isinstance(value, int | float) and "_stderr" not in key and "," in key
             },
         }
-        for task, values in found["results"].items()
+        for task, values in results["results"].items()
     }
 
 

@@ -3,17 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from finetuning.data.batching import MicroBatch, Prefixed, collate, micro_batches
+from finetuning.data.batching import collate, micro_batches
 from finetuning.data.tokenization import Example
-
-
-class Measured(Prefixed, Protocol):
-    """Interface that `held_out_loss` requires of a whole or split model."""
-
-    def summed_losses(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Return each micro-batch's summed loss in nats, without dropout."""
+from finetuning.model.interface import LossModel
 
 
 @dataclass(frozen=True)
@@ -26,7 +19,7 @@ class HeldOutLoss:
 
 
 def held_out_loss(
-    model: Measured, examples: Sequence[Example], padding: int, batch_size: int
+    model: LossModel, examples: Sequence[Example], padding: int, batch_size: int
 ) -> HeldOutLoss:
     """Measure the loss without dropout; ``batch_size`` examples of maximum length fill a batch."""
     columns = [model.columns_before + len(example.tokens) for example in examples]

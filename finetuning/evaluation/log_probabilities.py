@@ -2,20 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
-
-from finetuning.data.batching import Prefixed
-from finetuning.data.candidates import CandidateBatch, Continuation, candidate_batches
+from finetuning.data.candidates import Continuation, candidate_batches
+from finetuning.model.interface import TextModel
 from finetuning.progress import progress_bar
-
-
-class Scoring(Prefixed, Protocol):
-    """Interface that `log_probabilities` requires of a whole or split model."""
-
-    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each target's log-probability in nats, and whether no token is more likely."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +21,7 @@ class Likelihood:
 
 
 def log_probabilities(
-    model: Scoring, groups: Sequence[Sequence[Continuation]], padding: int, max_tokens: int
+    model: TextModel, groups: Sequence[Sequence[Continuation]], padding: int, max_tokens: int
 ) -> list[list[Likelihood]]:
     """Compute the likelihood of each continuation of each group.
 
@@ -44,9 +34,9 @@ def log_probabilities(
     batches = candidate_batches(groups, padding, model.columns_before, max_tokens)
     with progress_bar(total=sum(map(len, groups)), description="scoring") as bar:
         for batch in batches:
-            found, likeliest = model.log_probabilities(batch)
+            values, likeliest = model.log_probabilities(batch)
             for (group, candidate, token), value, is_likeliest in zip(
-                batch.owners, found.tolist(), likeliest.tolist(), strict=True
+                batch.owners, values.tolist(), likeliest.tolist(), strict=True
             ):
                 sums[group][candidate] += value
                 greedy[group][candidate] &= is_likeliest

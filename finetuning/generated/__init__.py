@@ -8,12 +8,12 @@ towns, offences and sums occur in all texts. A model can be pre-trained on the `
 
 from finetuning.generated import background as background_text
 from finetuning.generated import consultation, court, reasoning
-from finetuning.generated.vocabulary import Draw, Split
+from finetuning.generated.vocabulary import RandomWords, Split
 
 _WRITERS = {
-    "court": court.example,
-    "consultation": consultation.example,
-    "reasoning": reasoning.example,
+    "court": court.write_court_view,
+    "consultation": consultation.write_consultation,
+    "reasoning": reasoning.write_reasoning,
 }
 STYLES: tuple[str, ...] = tuple(_WRITERS)
 # After this many consecutive duplicates, hardly any new rows are possible.
@@ -29,7 +29,7 @@ def examples(style: str, count: int, seed: int, split: Split) -> list[dict[str, 
     Raise a ValueError if the style cannot produce that many different rows. Every style can produce
     20,000 rows for each split.
     """
-    draw = Draw(f"{style} {split} {seed}")
+    draw = RandomWords(f"{style} {split} {seed}")
     rows: dict[str, dict[str, str]] = {}
     repeated = 0
     while len(rows) < count:
@@ -47,7 +47,7 @@ def background(count: int, seed: int) -> list[str]:
     The passages depend only on the arguments. They use the vocabulary of the styles but not the
     styles' phrases, so that a model learns the language but not the styles.
     """
-    draw = Draw(f"background {seed}")
+    draw = RandomWords(f"background {seed}")
     passages: dict[str, None] = {}
     while len(passages) < count:
         passages.setdefault(background_text.passage(draw))

@@ -5,26 +5,33 @@ learns these names and English word order. Records that are followed by question
 to look up an answer in the preceding text.
 """
 
-from finetuning.generated.vocabulary import OFFENCES, WORDS, Draw, capitalised, money, read_texts
+from finetuning.generated.vocabulary import (
+    OFFENCES,
+    WORDS,
+    RandomWords,
+    capitalise,
+    money,
+    read_texts,
+)
 
 _TEXTS = read_texts("background")
 
 
-def passage(draw: Draw) -> str:
+def passage(draw: RandomWords) -> str:
     """Return one passage of about 60 to 200 words."""
     return draw.choice((_prose, _prose, _register))(draw)
 
 
-def _prose(draw: Draw) -> str:
+def _prose(draw: RandomWords) -> str:
     """Return a passage of statements on two subjects."""
     words = _some_words(draw)
     subjects = draw.sample(list(_TEXTS["sentences"].values()), 2)
     first = draw.sample(subjects[0], draw.randint(6, 7))
     second = draw.sample(subjects[1], draw.randint(2, 4))
-    return " ".join(_filled(frame, words, draw) for frame in (*first, *second))
+    return " ".join(_fill(frame, words, draw) for frame in (*first, *second))
 
 
-def _register(draw: Draw) -> str:
+def _register(draw: RandomWords) -> str:
     """Return three short records, each with questions that the record answers."""
     entries = []
     for _ in range(3):
@@ -34,12 +41,12 @@ def _register(draw: Draw) -> str:
         texts = draw.choice(_TEXTS["registers"])
         entries.append(draw.choice(texts["records"]).format(**words))
         for question, answer in draw.sample(texts["questions"], draw.randint(2, 3)):
-            reply = capitalised(answer.format(**words))
+            reply = capitalise(answer.format(**words))
             entries.append(f"Question: {question.format(**words)} Answer: {reply}.")
     return " ".join(entries)
 
 
-def _some_words(draw: Draw) -> dict[str, str]:
+def _some_words(draw: RandomWords) -> dict[str, str]:
     choice = draw.choice
     words = {}
     for key in ("town", "trade", "workplace"):
@@ -50,7 +57,7 @@ def _some_words(draw: Draw) -> dict[str, str]:
         words |= {f"{prefix}name": name, f"{prefix}surname": name.split()[1]}
     return words | {
         "offence": offence.name,
-        "Offence": capitalised(offence.name),
+        "Offence": capitalise(offence.name),
         "gerund": offence.gerund,
         "past": offence.past,
         "article": str(offence.article),
@@ -68,7 +75,7 @@ def _some_words(draw: Draw) -> dict[str, str]:
     }
 
 
-def _filled(frame: str, words: dict[str, str], draw: Draw) -> str:
+def _fill(frame: str, words: dict[str, str], draw: RandomWords) -> str:
     """Fill in a sentence template with the words, and with newly drawn sums and dates."""
     year = draw.randint(1990, 2021)
     return frame.format(

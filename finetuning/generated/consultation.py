@@ -6,7 +6,7 @@ advice that repeats the subject and the sum or duration, and says where to get h
 
 from typing import Any
 
-from finetuning.generated.vocabulary import WORDS, Draw, Split, capitalised, money, read_texts
+from finetuning.generated.vocabulary import WORDS, RandomWords, Split, capitalise, money, read_texts
 
 # Possible extents of a matter, and whether each is too large for the help desk.
 _EXTENTS = {
@@ -18,26 +18,26 @@ _EXTENTS = {
     },
 }
 _TEXTS = read_texts("consultation")
-MATTERS: dict[str, dict[str, Any]] = _TEXTS["matters"]
-for _matter in MATTERS.values():
+PROBLEMS: dict[str, dict[str, Any]] = _TEXTS["matters"]
+for _matter in PROBLEMS.values():
     _matter["extents"] = _EXTENTS[_matter["extents"]]
     if isinstance(_matter["things"], str):
         _matter["things"] = WORDS[_matter["things"]]
 
 
-def example(draw: Draw, split: Split) -> dict[str, str]:
+def write_consultation(draw: RandomWords, split: Split) -> dict[str, str]:
     """Return one row; no combination of matter, thing and extent occurs in both splits."""
     choice = draw.choice
-    name = choice(tuple(MATTERS))
-    matter = MATTERS[name]
+    name = choice(tuple(PROBLEMS))
+    matter = PROBLEMS[name]
     thing, extent = draw.facts_in_split(
         split, "consultation " + name, matter["things"], tuple(matter["extents"])
     )
     words = {"thing": thing, "extent": extent, "town": draw.word("towns")}
     question = choice(_TEXTS["greetings"]) + choice(matter["questions"]) + choice(_TEXTS["pleas"])
     if draw.random() < 0.5:
-        question = capitalised(question)
-    opening = capitalised(choice(matter["openings"]).format(**words))
+        question = capitalise(question)
+    opening = capitalise(choice(matter["openings"]).format(**words))
     steps = draw.sample(matter["advice"], choice((1, 1, 2, 2, 3)))
     steps.append(choice(_TEXTS["large" if matter["extents"][extent] else "small"]))
     return {

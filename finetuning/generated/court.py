@@ -7,7 +7,7 @@ determine the articles cited, the sentence and the fine, by the fixed rules in `
 
 from typing import Any, NamedTuple
 
-from finetuning.generated.vocabulary import OFFENCES, WORDS, Draw, Split, money, read_texts
+from finetuning.generated.vocabulary import OFFENCES, WORDS, RandomWords, Split, money, read_texts
 
 
 class Circumstance(NamedTuple):
@@ -31,7 +31,7 @@ _CIRCUMSTANCES = {
 _OFFENCES = {offence.name: offence for offence in OFFENCES}
 
 
-def example(draw: Draw, split: Split) -> dict[str, str]:
+def write_court_view(draw: RandomWords, split: Split) -> dict[str, str]:
     """Return one row; no combination of surname and offence occurs in both splits."""
     choice = draw.choice
     crime, surname = draw.facts_in_split(split, "court", tuple(_OFFENCES), WORDS["surnames"])
@@ -59,14 +59,14 @@ def example(draw: Draw, split: Split) -> dict[str, str]:
         "other_offence": choice(OFFENCES).name,
         "past": offence.past,
         "gerund": offence.gerund,
-        "articles": _joined([str(article) for article in articles]),
+        "articles": _join([str(article) for article in articles]),
         "term": term,
         "fine": fine,
     }
     words["act"] = choice(ACTS[offence.name]).format(**words)
     words["value"] = choice(_TEXTS["values"]).format(**words)
     evidence = draw.sample(_TEXTS["evidence"], draw.randint(2, 4))
-    words["evidence"] = _joined([item.format(**words) for item in evidence])
+    words["evidence"] = _join([item.format(**words) for item in evidence])
     facts = [choice(each.told) for each in circumstances]
     remarks = draw.sample(_TEXTS["objections"], draw.randint(0, 1))
     proof = choice(_TEXTS["evidence_frames"])
@@ -95,14 +95,14 @@ def _sentence(dollars: int, circumstances: list[Circumstance]) -> tuple[str, str
     return term, money((0, 500, 1_000, 3_000, 8_000)[step])
 
 
-def _joined(parts: list[str]) -> str:
+def _join(parts: list[str]) -> str:
     """Join the parts as a list in prose: "a", "a and b", "a, b and c"."""
     return " and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), parts[-1]])
 
 
-def _weighing(circumstances: list[Circumstance], draw: Draw) -> str:
+def _weighing(circumstances: list[Circumstance], draw: RandomWords) -> str:
     """Return the part of the court view that weighs the circumstances."""
     total = sum(circumstance.steps for circumstance in circumstances)
     effects = _TEXTS["neither" if total == 0 else "milder" if total < 0 else "harsher"]
-    weighed = _joined([draw.choice(each.weighed) for each in circumstances])
+    weighed = _join([draw.choice(each.weighed) for each in circumstances])
     return f"The defendant {weighed}, {draw.choice(effects)}."

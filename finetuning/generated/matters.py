@@ -7,7 +7,7 @@ can learn the Articles of other institutions only from joint training.
 
 from collections.abc import Sequence
 
-from finetuning.generated.vocabulary import WORDS, Draw, Split, read_texts
+from finetuning.generated.vocabulary import WORDS, RandomWords, Split, read_texts
 
 _TEXTS = read_texts("matters")
 MATTERS: tuple[str, ...] = tuple(_TEXTS["matters"])
@@ -20,26 +20,18 @@ def divide(institutions: int, seed: int) -> list[list[str]]:
     """
     if institutions > len(MATTERS):
         raise ValueError(f"{len(MATTERS)} matters can't be divided among {institutions} clients")
-    shuffled = Draw(f"matters {seed}").sample(MATTERS, len(MATTERS))
+    shuffled = RandomWords(f"matters {seed}").sample(MATTERS, len(MATTERS))
     return [shuffled[number::institutions] for number in range(institutions)]
 
 
-def school(index: int) -> str:
-    """Return the name of a simulated institution."""
-    return f"school-{index + 1}"
-
-
-def tested(index: int, divided: Sequence[Sequence[str]]) -> list[str]:
-    """Return all matters in the order in which an institution is tested; its own are the last."""
-    return [matter for own in (*divided[index + 1 :], *divided[: index + 1]) for matter in own]
-
-
-def questions(matters: Sequence[str], count: int, seed: int, split: Split) -> list[dict[str, str]]:
+def write_questions(
+    matters: Sequence[str], count: int, seed: int, split: Split
+) -> list[dict[str, str]]:
     """Return `count` rows, with keys instruction, input and output, that cycle through the matters.
 
     No combination of surname and matter occurs in both splits.
     """
-    draw = Draw(f"questions {split} {seed}")
+    draw = RandomWords(f"questions {split} {seed}")
     answers: dict[str, str] = {}
     while len(answers) < count:
         matter = matters[len(answers) % len(matters)]

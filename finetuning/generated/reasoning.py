@@ -5,17 +5,17 @@ has one rule of the Code of the Province, and the amounts, dates or ages in the 
 answer. The functions named after the matters draw these values for the sentences of reasoning.toml.
 """
 
-from finetuning.generated.vocabulary import OFFENCES, WORDS, Draw, Split, read_texts
+from finetuning.generated.vocabulary import OFFENCES, WORDS, RandomWords, Split, read_texts
 
 _TEXTS = read_texts("reasoning")
 
 
-def example(draw: Draw, split: Split) -> dict[str, str]:
+def write_reasoning(draw: RandomWords, split: Split) -> dict[str, str]:
     """Return one row; no combination of surname and matter occurs in both splits."""
     choice = draw.choice
-    matter, surname = draw.facts_in_split(split, "reasoning", tuple(MATTERS), WORDS["surnames"])
+    matter, surname = draw.facts_in_split(split, "reasoning", tuple(RULES), WORDS["surnames"])
     values: dict[str, object] = {"name": f"{draw.word('first_names')} {surname}"}
-    values |= MATTERS[matter](draw)
+    values |= RULES[matter](draw)
     values["is"] = "is" if values.pop("holds", None) else "is not"
     case = _TEXTS["matters"][matter]
     words = {
@@ -33,14 +33,14 @@ def example(draw: Draw, split: Split) -> dict[str, str]:
     }
 
 
-def theft(draw: Draw) -> dict[str, object]:
+def theft(draw: RandomWords) -> dict[str, object]:
     """Ask whether a theft is serious, that is, whether the value is above a fixed sum."""
     goods, town = draw.word("durable_goods"), draw.word("towns")
     value = draw.some_sum(500, 6_000)
     return {"goods": goods, "town": town, "value": value, "holds": value > 3_000}
 
 
-def limitation(draw: Draw) -> dict[str, object]:
+def limitation(draw: RandomWords) -> dict[str, object]:
     """Ask whether a claim is time-barred some years after it fell due."""
     lender, owed = draw.full_name(), draw.some_sum(500, 9_000)
     due, passed = draw.randint(2008, 2015), draw.randint(2, 7)
@@ -48,7 +48,7 @@ def limitation(draw: Draw) -> dict[str, object]:
     return {"lender": lender, "owed": owed, **years, "holds": passed > 3}
 
 
-def deposit(draw: Draw) -> dict[str, object]:
+def deposit(draw: RandomWords) -> dict[str, object]:
     """Ask how much of a deposit is due; it grows by a tenth if it is returned late."""
     town, days = draw.word("towns"), draw.randint(10, 60)
     paid = draw.some_sum(300, 3_000)
@@ -56,7 +56,7 @@ def deposit(draw: Draw) -> dict[str, object]:
     return {"town": town, "days": days, "paid": paid, "owed": owed, "holds": days > 30}
 
 
-def notice(draw: Draw) -> dict[str, object]:
+def notice(draw: RandomWords) -> dict[str, object]:
     """Ask for the pay due if the notice of dismissal was too short."""
     workplace = draw.word("workplaces")
     given, wage = draw.randrange(5, 30), draw.randrange(40, 140, 10)
@@ -64,14 +64,14 @@ def notice(draw: Draw) -> dict[str, object]:
     return {"workplace": workplace, "given": given, **pay}
 
 
-def warranty(draw: Draw) -> dict[str, object]:
+def warranty(draw: RandomWords) -> dict[str, object]:
     """Ask whether a defect appeared within the warranty period."""
     goods, town = draw.word("durable_goods"), draw.word("towns")
     months, price = draw.randint(3, 40), draw.some_sum(200, 4_000)
     return {"goods": goods, "town": town, "months": months, "price": price, "holds": months <= 24}
 
 
-def interest(draw: Draw) -> dict[str, object]:
+def interest(draw: RandomWords) -> dict[str, object]:
     """Ask for the interest on a loan; interest is valid only up to a maximum rate."""
     borrower, lent = draw.full_name(), draw.some_sum(1_000, 9_000)
     rate = draw.randint(6, 24)
@@ -79,14 +79,14 @@ def interest(draw: Draw) -> dict[str, object]:
     return {"borrower": borrower, "lent": lent, "rate": rate, **valid, "holds": rate <= 12}
 
 
-def drunk_driving(draw: Draw) -> dict[str, object]:
+def drunk_driving(draw: RandomWords) -> dict[str, object]:
     """Ask whether a measured level of alcohol constitutes drunk driving."""
     town, trade = draw.word("towns"), draw.word("trades")
     level = draw.randint(40, 140)
     return {"town": town, "trade": trade, "level": level, "holds": level > 80}
 
 
-def estate(draw: Draw) -> dict[str, object]:
+def estate(draw: RandomWords) -> dict[str, object]:
     """Ask for the shares of a spouse and of each child in an estate."""
     town, share = draw.word("towns"), draw.some_sum(1_000, 9_000)
     heirs = draw.randint(3, 8)
@@ -94,14 +94,14 @@ def estate(draw: Draw) -> dict[str, object]:
     return {"town": town, "share": share, "total": share * heirs, **numbers}
 
 
-def shared_fault(draw: Draw) -> dict[str, object]:
+def shared_fault(draw: RandomWords) -> dict[str, object]:
     """Ask for the share of a loss that corresponds to a share of the fault."""
     other, fault = draw.full_name(), draw.randrange(10, 100, 10)
     loss = draw.some_sum(500, 9_000)
     return {"other": other, "fault": fault, "loss": loss, "owed": loss * fault // 100}
 
 
-def repeat_offender(draw: Draw) -> dict[str, object]:
+def repeat_offender(draw: RandomWords) -> dict[str, object]:
     """Ask whether the time since the last offence makes the defendant a repeat offender."""
     earlier, later = draw.sample([offence.name for offence in OFFENCES], 2)
     end, passed = draw.randint(2005, 2012), draw.randint(2, 9)
@@ -109,7 +109,7 @@ def repeat_offender(draw: Draw) -> dict[str, object]:
     return {"earlier": earlier, "later": later, **years, "holds": passed <= 5}
 
 
-def appeal(draw: Draw) -> dict[str, object]:
+def appeal(draw: RandomWords) -> dict[str, object]:
     """Ask whether an appeal was filed in time."""
     day, taken = draw.randint(1, 6), draw.randint(5, 22)
     month, offence = draw.word("months"), draw.choice(OFFENCES).name
@@ -117,7 +117,7 @@ def appeal(draw: Draw) -> dict[str, object]:
     return {"offence": offence, **days, "holds": taken <= 15}
 
 
-def majority(draw: Draw) -> dict[str, object]:
+def majority(draw: RandomWords) -> dict[str, object]:
     """Ask whether a contract is valid without a parent's consent."""
     goods, town = draw.word("durable_goods"), draw.word("towns")
     age, price = draw.randint(14, 24), draw.some_sum(200, 4_000)
@@ -125,7 +125,7 @@ def majority(draw: Draw) -> dict[str, object]:
     return {"goods": goods, "town": town, "age": age, "price": price, **valid}
 
 
-MATTERS = {
+RULES = {
     matter.__name__: matter
     for matter in (
         *(theft, limitation, deposit, notice, warranty, interest, drunk_driving),

@@ -38,12 +38,12 @@ def money(dollars: int) -> str:
     return f"${dollars:,}"
 
 
-def capitalised(sentence: str) -> str:
+def capitalise(sentence: str) -> str:
     """Return the sentence with a capital first letter and the rest unchanged."""
     return sentence[:1].upper() + sentence[1:]
 
 
-class Draw(Random):
+class RandomWords(Random):
     """Draws random words; the draws depend only on the seed, not on the machine."""
 
     def some_sum(self, lowest: int, highest: int) -> int:

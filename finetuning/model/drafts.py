@@ -19,8 +19,8 @@ def drafts_after_repetition(causal_lm: Any) -> Iterator[None]:
     """
     make = causal_lm._get_candidate_generator
 
-    def generator(**given: Any) -> Any:
-        drafts = make(**given)
+    def generator(**arguments: Any) -> Any:
+        drafts = make(**arguments)
         if isinstance(drafts, PromptLookupCandidateGenerator):
             look_up = drafts.get_candidates
             drafts.get_candidates = lambda text: look_up(text) if _repeats(text) else (text, None)

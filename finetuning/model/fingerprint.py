@@ -26,14 +26,14 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
     """
     files = sorted(directory.glob(WEIGHTS))
     wanted = None if names is None else sorted(names)
-    found = [stamp for file in files for stamp in stamps(file.resolve())]
-    key = hashlib.sha256(json.dumps([found, wanted]).encode()).hexdigest()
+    file_stamps = [stamp for file in files for stamp in stamps(file.resolve())]
+    key = hashlib.sha256(json.dumps([file_stamps, wanted]).encode()).hexdigest()
     kept = cached(
         cache_directory() / "fingerprints" / f"{key}.json",
         lambda aside: aside.write_text(json.dumps(_tensor_digests(files, wanted))),
     )
     digests: dict[str, str] = json.loads(kept.read_text())
-    digests["config.json"] = config_digest(directory / "config.json")
+    digests["config.json"] = digest_config(directory / "config.json")
     tokenizer = directory / "tokenizer.json"
     if tokenizer.is_file():
         digests["tokenizer.json"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
@@ -41,15 +41,15 @@ def fingerprint(directory: Path, names: Collection[str] | None = None) -> dict[s
     return digests
 
 
-def digest(fingerprint: Mapping[str, str]) -> str:
+def combine_digests(fingerprint: Mapping[str, str]) -> str:
     """Return one SHA-256 digest of a fingerprint."""
     return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()
 
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+def differences(ours: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
     """Return the sorted names of entries that differ or are missing in one of the fingerprints."""
     return sorted(
-        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+        name for name in ours.keys() | others.keys() if ours.get(name) != others.get(name)
     )
 
 
@@ -61,11 +61,11 @@ def _tensor_digests(files: Sequence[Path], wanted: Collection[str] | None) -> di
             for name in tensors.keys():  # noqa: SIM118 - safe_open isn't a mapping
                 if wanted is None or name in wanted:
                     tensor = tensors.get_tensor(name)
-                    digests[name] = tensor_digest(tensor.dtype, tensor.shape, [tensor])
+                    digests[name] = digest_tensor(tensor.dtype, tensor.shape, [tensor])
     return digests
 
 
-def tensor_digest(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[torch.Tensor]) -> str:
+def digest_tensor(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[torch.Tensor]) -> str:
     """Digest a tensor's dtype, shape and values, which are given in consecutive pieces."""
     state = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
     for piece in pieces:
@@ -81,7 +81,7 @@ def _chat_template(directory: Path) -> str:
     return str(json.loads(config.read_text()).get("chat_template", "")) if config.is_file() else ""
 
 
-def config_digest(path: Path) -> str:
+def digest_config(path: Path) -> str:
     """Digest a ``config.json``, excluding keys that depend on its path or the saving library."""
     config = {k: v for k, v in json.loads(path.read_text()).items() if k not in _INCIDENTAL}
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -44,7 +44,7 @@ class Header:
     window: int | None  # size of the sliding attention window in tokens, if given
 
 
-def checkpoint_of(file: Path) -> Path:
+def convert_gguf(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
     The checkpoint is cached under the digest of the file's content. Writing requires memory for the
@@ -84,7 +84,7 @@ def read_header(file: Path) -> Header:
                 f"{file} is not a GGUF file; a base model is a GGUF file, a checkpoint directory "
                 "in Hugging Face format, or a Hugging Face id"
             )
-    with _explained(file, "is damaged or incomplete", "download it again"):
+    with _explaining(file, "is damaged or incomplete", "download it again"):
         reader = _reader(file)
         field = reader.get_field("general.architecture")
         if field is None:
@@ -120,10 +120,10 @@ def _reader(file: Path) -> Any:
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
             # The data is sliced for each token; a memmap takes four times as long as an array.
             self.data: Any = np.asarray(self.data)
-            found = super()._get(offset, dtype, count, *order, **options)
-            if len(found) < count:
+            values = super()._get(offset, dtype, count, *order, **options)
+            if len(values) < count:
                 raise ValueError("it ends within its header")
-            return found
+            return values
 
     return Reader(file)
 
@@ -173,7 +173,7 @@ def _convert(file: Path, digest: str, directory: Path) -> None:
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.save_pretrained(directory)
-    with _explained(file, "has no tokenizer that transformers can read", _INSTEAD):
+    with _explaining(file, "has no tokenizer that transformers can read", _INSTEAD):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(directory)
     origin = {"file": file.name, "sha256": digest, "quantization": header.quantization}
@@ -189,7 +189,7 @@ def _read_model(file: Path, header: Header) -> tuple[Any, list[str]]:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     problem = f"has the architecture {header.architecture}, which transformers can't read from GGUF"
-    with _explained(file, problem, _INSTEAD):
+    with _explaining(file, problem, _INSTEAD):
         model, report = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -209,7 +209,7 @@ def _scales_positions(config: Any) -> bool:
 
 
 @contextmanager
-def _explained(file: Path, problem: str, advice: str) -> Iterator[None]:
+def _explaining(file: Path, problem: str, advice: str) -> Iterator[None]:
     """Convert exceptions that libraries raise for damaged or unsupported files to a GGUFError."""
     try:
         yield

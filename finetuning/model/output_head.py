@@ -65,18 +65,18 @@ class _Float32Products(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not linear or args[1].dtype == torch.float32:
             return func(*args, **(kwargs or {}))
-        given, weight, bias = (*args, None)[:3]
-        given = given.float()  # some heads have converted it to the matrix's type
-        product = given.new_empty(*given.shape[:-1], len(weight))
+        inputs, weight, bias = (*args, None)[:3]
+        inputs = inputs.float()  # some heads have converted it to the matrix's type
+        product = inputs.new_empty(*inputs.shape[:-1], len(weight))
         rows = max(1, _WEIGHT_BYTES // (4 * weight.shape[1]))
         for part, matrix in zip(product.split(rows, -1), weight.split(rows), strict=True):
-            part.copy_(given @ matrix.float().T)
+            part.copy_(inputs @ matrix.float().T)
         return product if bias is None else product + bias.float()
 
 
 def output_head(
     causal_lm: Any,
-    compute: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]] = lambda _, *given: given,
+    compute: Callable[[Any, Any, Any], tuple[torch.Tensor, Any]] = lambda _, *states: states,
 ) -> Any:
     """Return a model of the checkpoint's class that has only the output head.
 
@@ -141,8 +141,8 @@ def target_log_probabilities(
     states after the last block and norm that predict the (targets,) labels. The results are
     (targets,) float32 in nats, and (targets,) bool.
     """
-    found, _, best = likeliest_tokens(head, chosen, labels, count=1)
-    return found, found >= best[:, 0]
+    values, _, best = likeliest_tokens(head, chosen, labels, count=1)
+    return values, values >= best[:, 0]
 
 
 def likeliest_tokens(
@@ -153,7 +153,7 @@ def likeliest_tokens(
     See `target_log_probabilities` for arguments and precision. The results are (targets,)
     log-probabilities, and (targets, count) tokens with (targets, count) log-probabilities.
     """
-    found = []
+    chunks = []
     # Convert norms, biases and scales here; `_Float32Products` converts the matrices.
     vectors = (each for each in head.named_parameters() if each[1].ndim < 2)
     weights = {name: p.float() for name, p in vectors if p.is_floating_point()}
@@ -165,8 +165,8 @@ def likeliest_tokens(
             logits = functional_call(head, weights, kwargs=inputs).logits[0]
         values = logits.log_softmax(-1)
         best = values.topk(min(count, values.shape[-1]))
-        found.append((values.gather(1, label[:, None])[:, 0], best.indices, best.values))
-    values, tokens, best_values = (torch.cat(each) for each in zip(*found, strict=True))
+        chunks.append((values.gather(1, label[:, None])[:, 0], best.indices, best.values))
+    values, tokens, best_values = (torch.cat(each) for each in zip(*chunks, strict=True))
     return values, tokens, best_values
 
 

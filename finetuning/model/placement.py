@@ -16,9 +16,9 @@ from torch import nn
 
 def accelerators() -> list[str]:
     """Return the accelerators that PyTorch finds, such as ``cuda:0``."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if found is None else torch.accelerator.device_count()
-    return [f"{found.type}:{number}" for number in range(count)] if found else []
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return [f"{accelerator.type}:{number}" for number in range(count)] if accelerator else []
 
 
 def path_of_blocks(model: Any, blocks: int) -> str | None:
@@ -54,7 +54,7 @@ def device_map(model: Any, path: str, devices: Sequence[str]) -> dict[str, str]:
                 (before if first or "rot" in name else after).append(full)
     blocks = dict(model.get_submodule(path).named_children())
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    places = zip(blocks, spread(sizes, [_room(device) for device in devices]), strict=True)
+    places = zip(blocks, assign_blocks(sizes, [_room(device) for device in devices]), strict=True)
     return (
         dict.fromkeys(before, devices[0])
         | {f"{path}.{name}": devices[number] for name, number in places}
@@ -70,7 +70,7 @@ def _room(device: str) -> int:
     return int(free)
 
 
-def spread(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
+def assign_blocks(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     """Assign consecutive blocks to devices, in proportion to the free memory of each device.
 
     Return the index of each block's device: the device whose share contains the block's midpoint.
@@ -93,7 +93,7 @@ def hand_over(model: Any, devices: Mapping[str, str]) -> None:
     for (path, device), (_, following) in pairwise(devices.items()):
         if device != following:
 
-            def send(_: Any, given: Any, output: Any, device: str = following) -> Any:
+            def send(_: Any, inputs: Any, output: Any, device: str = following) -> Any:
                 return send_to_device(output, device)
 
             model.get_submodule(path).register_forward_hook(send)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetuning.model.base_model import BaseModelError, outline, text_config
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import outline, text_config
 from finetuning.model.one_at_a_time import one_at_a_time
 
 _log = logging.getLogger(__name__)
@@ -20,8 +21,8 @@ _MAX_EXTRA = 2
 def trained_positions(directory: Path) -> float:
     """Return the maximum row length without loss of quality, in positions; inf if unlimited."""
     config = text_config(directory)
-    most = getattr(config, "max_position_embeddings", None)
-    return min(most if isinstance(most, int) else math.inf, _fixed_up_to(config))
+    max_length = getattr(config, "max_position_embeddings", None)
+    return min(max_length if isinstance(max_length, int) else math.inf, _fixed_up_to(config))
 
 
 @one_at_a_time()
@@ -35,9 +36,9 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
     key, for messages, to the maximum number of positions that the setting adds to a row.
     """
     config = text_config(directory)
-    most = getattr(config, "max_position_embeddings", None)
+    max_length = getattr(config, "max_position_embeddings", None)
     fixed = _fixed_up_to(config)
-    if not isinstance(most, int) or sum(row.values()) <= min(most, fixed):
+    if not isinstance(max_length, int) or sum(row.values()) <= min(max_length, fixed):
         return
     model = outline(directory)
     numbers = " + ".join(str(number) for number in row.values())
@@ -50,10 +51,13 @@ def check_positions(directory: Path, row: Mapping[str, int]) -> None:
             f"{needed}, but {named} computes all positions of a batch differently if a row takes "
             f"more than {fixed:.0f}; {remedy}"
         )
-    if _has_table(model, most):
-        raise BaseModelError(f"{needed}, but {named} has only {most}; {remedy}")
+    if _has_table(model, max_length):
+        raise BaseModelError(f"{needed}, but {named} has only {max_length}; {remedy}")
     _log.warning(
-        "%s, but %s was trained for %d; beyond that, its quality degrades", needed, named, most
+        "%s, but %s was trained for %d; beyond that, its quality degrades",
+        needed,
+        named,
+        max_length,
     )
 
 
@@ -73,9 +77,11 @@ def _fixed_up_to(config: Any) -> float:
     return fixed
 
 
-def _has_table(model: Any, most: int) -> bool:
-    """Return whether a model has a position table of about `most` rows."""
+def _has_table(model: Any, max_length: int) -> bool:
+    """Return whether a model has a position table of about ``max_length`` rows."""
     return any(
-        tensor.ndim == 2 and most <= len(tensor) <= most + _MAX_EXTRA and _TABLE.search(name)
+        tensor.ndim == 2
+        and max_length <= len(tensor) <= max_length + _MAX_EXTRA
+        and _TABLE.search(name)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     )

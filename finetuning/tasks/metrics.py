@@ -15,26 +15,28 @@ from finetuning.tasks.question import Question
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
-def accuracy(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+def score_accuracy(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
     """Return the share of questions that are answered correctly."""
     return {"accuracy": fmean(p in q.answers for q, p in zip(questions, predictions, strict=True))}
 
 
-def commitment_bank(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+def score_commitment_bank(
+    questions: Sequence[Question], predictions: Sequence[str]
+) -> dict[str, float]:
     """Return accuracy and macro-F1, the mean F1 over the classes in labels or predictions."""
     right = [question.answers[0] for question in questions]
     classes = sorted({*right, *predictions})
     f1 = fmean(_f1([r == c for r in right], [p == c for p in predictions]) for c in classes)
-    return {**accuracy(questions, predictions), "f1": f1}
+    return {**score_accuracy(questions, predictions), "f1": f1}
 
 
-def winograd(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+def score_winograd(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
     """Return the accuracy over nouns: right nouns must be chosen, wrong nouns must not."""
     pairs = zip(questions, predictions, strict=True)
     return {"accuracy": fmean((p == q.candidates[0]) == bool(q.answers) for q, p in pairs)}
 
 
-def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+def score_multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
     """Return F1a over all answers, and EM, the share of questions with only right predictions."""
     right = [question.answers[0] == "yes" for question in questions]
     predicted = [prediction == "yes" for prediction in predictions]
@@ -44,18 +46,18 @@ def multirc(questions: Sequence[Question], predictions: Sequence[str]) -> dict[s
     return {"f1a": _f1(right, predicted), "em": fmean(groups.values())}
 
 
-def record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+def score_record(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
     """Return token F1 and exact match, each the maximum over a question's right answers."""
     f1, exact = [], []
     for question, prediction in zip(questions, predictions, strict=True):
-        found = _words(prediction)
+        predicted = _words(prediction)
         expected = [_words(answer) for answer in question.answers]
-        f1.append(max((_token_f1(found, words) for words in expected), default=0.0))
-        exact.append(found in expected)
+        f1.append(max((_token_f1(predicted, words) for words in expected), default=0.0))
+        exact.append(predicted in expected)
     return {"f1": fmean(f1), "em": fmean(exact)}
 
 
-def generated(
+def score_generated(
     questions: Sequence[Question], predictions: Sequence[str], names: Sequence[str]
 ) -> dict[str, float]:
     """Return the named scores of `score` for generated answers."""
@@ -75,6 +77,6 @@ def _words(text: str) -> list[str]:
     return _ARTICLE.sub(" ", kept).split()
 
 
-def _token_f1(found: Sequence[str], expected: Sequence[str]) -> float:
-    both = (Counter(found) & Counter(expected)).total()
-    return 2 * both / (len(found) + len(expected)) if both else 0.0
+def _token_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
+    both = (Counter(predicted) & Counter(expected)).total()
+    return 2 * both / (len(predicted) + len(expected)) if both else 0.0

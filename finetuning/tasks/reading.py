@@ -1,20 +1,20 @@
 """Read the questions of a task, and training rows."""
 
 from finetuning.data.layouts import question_and_answer
-from finetuning.data.rows import LeaveOut, Row, Source, parse_rows, print_left_out, read_rows
+from finetuning.data.rows import LeaveOut, Row, RowSource, parse_rows, print_left_out, read_rows
 from finetuning.settings import DataSettings
 from finetuning.tasks.question import Question, as_object
 from finetuning.tasks.tasks import TASKS, Task
 
 
-def read_questions(path: Source, task: Task) -> list[Question]:
+def read_questions(path: RowSource, task: Task) -> list[Question]:
     """Read a task's questions from a file in the task's format; see `parse_rows` for errors."""
     rows = parse_rows(path, lambda o, v: task.convert(o, as_object(v)), advice="fix them")
     return task.complete([question for row in rows for question in row])
 
 
 def read_task_rows(
-    path: Source, settings: DataSettings, leave_out: LeaveOut | None = None
+    path: RowSource, settings: DataSettings, leave_out: LeaveOut | None = None
 ) -> list[Row]:
     """Read training rows, in the format of ``settings.task`` if it is set.
 

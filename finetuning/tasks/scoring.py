@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,18 +15,15 @@ from finetuning.data.layouts import question_and_answer
 from finetuning.data.prompts import prompt_rows
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
-from finetuning.evaluation.generation import Answering, generate_texts
-from finetuning.evaluation.log_probabilities import Scoring, log_probabilities
+from finetuning.evaluation.generation import generate_texts
+from finetuning.evaluation.log_probabilities import log_probabilities
+from finetuning.model.interface import TextModel
 from finetuning.progress import progress_bar
 from finetuning.tasks.question import Question
 from finetuning.tasks.tasks import Task
 
 # Maximum number of texts generated together; more would only add padding.
 _TEXTS_AT_ONCE = 64
-
-
-class Model(Answering, Scoring, Protocol):
-    """Interface that tasks require of a whole or split model."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Answers:
     probabilities: list[float]
 
 
-def prepare(
+def prepare_questions(
     tokenizer: Any, task: Task, questions: Sequence[Question], prompt_length: int
 ) -> Prepared:
     """Convert questions to tokens.
@@ -76,8 +73,8 @@ def prepare(
     return Prepared(task=task, questions=questions, candidates=[], prompts=prompts)
 
 
-def answer(
-    model: Model, tokenizer: Any, prepared: Prepared, max_tokens: int, new_tokens: int
+def answer_questions(
+    model: TextModel, tokenizer: Any, prepared: Prepared, max_tokens: int, new_tokens: int
 ) -> Answers:
     """Answer questions.
 
@@ -122,8 +119,8 @@ def majority_answers(questions: Sequence[Question]) -> list[str]:
     """Return the answers of the most frequent class: each question's candidate, or ""."""
     # A class is the index of a candidate, or None if no candidate is right.
     right = [q.candidates.index(q.answers[0]) if q.answers else None for q in questions]
-    ((most, _),) = Counter(right).most_common(1)
-    return ["" if most is None else q.candidates[most] for q in questions]
+    ((majority, _),) = Counter(right).most_common(1)
+    return ["" if majority is None else q.candidates[majority] for q in questions]
 
 
 def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[Continuation]]:
@@ -135,9 +132,9 @@ def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[C
     ]
     examples, _ = tokenize(rows, tokenizer)
     marks = torch.tensor(sorted(tokenizer.added_tokens_decoder))
-    found = iter(examples)
+    remaining = iter(examples)
     return [
-        [_continuation(next(found), marks, tokenizer) for _ in question.candidates]
+        [_continuation(next(remaining), marks, tokenizer) for _ in question.candidates]
         for question in questions
     ]
 
@@ -154,17 +151,17 @@ def _continuation(example: Example, marks: torch.Tensor, tokenizer: Any) -> Cont
     return Continuation(context=example.tokens[: example.prompt_length], answer=answer[:end])
 
 
-def _choose(model: Scoring, padding: int, prepared: Prepared, max_tokens: int) -> Answers:
+def _choose(model: TextModel, padding: int, prepared: Prepared, max_tokens: int) -> Answers:
     pairs = zip(prepared.questions, prepared.candidates, strict=True)
     # Group questions of the same line, which share most of their prompts, such as a passage.
     by_line = groupby(pairs, key=lambda pair: pair[0].origin)
-    found = log_probabilities(
+    likelihoods_of_lines = log_probabilities(
         model=model,
         groups=[[c for _, candidates in line for c in candidates] for _, line in by_line],
         padding=padding,
         max_tokens=max_tokens,
     )
-    likelihoods = chain.from_iterable(found)
+    likelihoods = chain.from_iterable(likelihoods_of_lines)
     texts, probabilities = [], []
     for question in prepared.questions:
         sums = [next(likelihoods).log_probability for _ in question.candidates]

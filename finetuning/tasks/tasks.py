@@ -29,22 +29,27 @@ class Task:
 
 _generated = partial(Task, is_cloze=False, has_classes=False, has_words=False)
 # The metrics of FL-GLM section 4.1.2, of FL-GLM on Huatuo-26M, and of FedJudge section 4.2.2.
-_summaries = partial(metrics.generated, names=("rouge1", "rouge2", "rougeL"))
-_medical = partial(metrics.generated, names=("bleu4", "rouge1", "rouge2", "rougeL"))
-_legal = partial(metrics.generated, names=("rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"))
+_summaries = partial(metrics.score_generated, names=("rouge1", "rouge2", "rougeL"))
+_medical = partial(metrics.score_generated, names=("bleu4", "rouge1", "rouge2", "rougeL"))
+_legal = partial(metrics.score_generated, names=("rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"))
 
 TASKS: Mapping[str, Task] = {
-    "boolq": Task("BoolQ", "val", superglue.boolq, metrics.accuracy),
-    "cb": Task("CB", "val", superglue.cb, metrics.commitment_bank),
-    "copa": Task("COPA", "val", superglue.copa, metrics.accuracy, has_words=False),
-    "multirc": Task("MultiRC", "val", superglue.multirc, metrics.multirc),
+    "boolq": Task("BoolQ", "val", superglue.boolq, metrics.score_accuracy),
+    "cb": Task("CB", "val", superglue.cb, metrics.score_commitment_bank),
+    "copa": Task("COPA", "val", superglue.copa, metrics.score_accuracy, has_words=False),
+    "multirc": Task("MultiRC", "val", superglue.multirc, metrics.score_multirc),
     "record": Task(
-        "ReCoRD", "val", superglue.record, metrics.record, has_classes=False, has_words=False
+        "ReCoRD", "val", superglue.record, metrics.score_record, has_classes=False, has_words=False
     ),
-    "rte": Task("RTE", "val", superglue.rte, metrics.accuracy),
-    "wic": Task("WiC", "val", superglue.wic, metrics.accuracy),
+    "rte": Task("RTE", "val", superglue.rte, metrics.score_accuracy),
+    "wic": Task("WiC", "val", superglue.wic, metrics.score_accuracy),
     "wsc": Task(
-        "WSC", "val", superglue.wsc, metrics.winograd, superglue.with_other_nouns, has_words=False
+        "WSC",
+        "val",
+        superglue.wsc,
+        metrics.score_winograd,
+        superglue.with_other_nouns,
+        has_words=False,
     ),
     "cnn-dailymail": _generated("cnn_dailymail", "test", generated_text.cnn_dailymail, _summaries),
     "xsum": _generated("xsum", "test", generated_text.xsum, _summaries),

@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from finetuning.data.batching import MicroBatch
-from finetuning.model.whole_model import WholeModel
 from finetuning.training.penalty import Penalty
+from finetuning.whole_model import WholeModel
 
 Sum = Literal["all", "tensor"]
 
@@ -31,7 +31,7 @@ def importance(model: WholeModel, rows: Sequence[MicroBatch]) -> dict[str, torch
     return {name: value / len(rows) for name, value in total.items()}
 
 
-def shuffled(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def shuffle_importance(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     """Return the importance with the values of each tensor in random order.
 
     Shuffled values are a control: the penalty has the same strength, but acts on random weights.

@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 
 from finetuning.adapters.adapter import State, load_state
-from finetuning.data.batching import MicroBatch, Prefixed, collate, micro_batches
+from finetuning.data.batching import collate, micro_batches
 from finetuning.data.tokenization import Example
 from finetuning.errors import DeadlineError
+from finetuning.model.interface import TrainableModel
 from finetuning.progress import progress_bar
 from finetuning.randomness import derive_seed
 from finetuning.settings import TrainSettings
@@ -22,16 +23,6 @@ from finetuning.training.optimization import (
     make_optimizer,
 )
 from finetuning.training.penalty import Penalty
-
-
-class Stages(Prefixed, Protocol):
-    """The stages of a step; the interface that the loop requires of a whole or split model."""
-
-    def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Add the gradient of the mean loss per target; return each batch's summed loss in nats."""
-
-    def clip(self, maximum: float) -> float:
-        """Scale gradients down to the maximum norm (0: no limit); return the original norm."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class TrainingReport:
         return sum(self.shares) / max(len(self.shares) - 1, 1) if self.shares else None
 
 
-class Checkpoint(Protocol):
+class RoundCheckpoint(Protocol):
     """Storage of an unfinished round."""
 
     def load(self) -> tuple[TrainingReport, State, OptimizerState] | None:
@@ -89,7 +80,7 @@ class Checkpoint(Protocol):
 
 
 def train_round(
-    model: Stages,
+    model: TrainableModel,
     parameters: Mapping[str, torch.nn.Parameter],
     examples: Sequence[Example],
     padding: int,
@@ -98,7 +89,7 @@ def train_round(
     penalty: Penalty | None = None,
     optimizer_state: OptimizerState | None = None,
     description: str = "training",
-    checkpoint: Checkpoint | None = None,
+    checkpoint: RoundCheckpoint | None = None,
 ) -> tuple[TrainingReport, OptimizerState]:
     """Train the adapter for one round.
 
@@ -111,8 +102,8 @@ def train_round(
     steps. Raise ``FloatingPointError`` if a loss is not finite.
     """
     report = TrainingReport()
-    if checkpoint is not None and (found := checkpoint.load()):
-        report, adapter, optimizer_state = found
+    if checkpoint is not None and (unfinished := checkpoint.load()):
+        report, adapter, optimizer_state = unfinished
         load_state(parameters, adapter)
     optimizer = make_optimizer(parameters, settings)
     load_optimizer(optimizer, parameters, optimizer_state or {})

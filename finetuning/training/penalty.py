@@ -45,13 +45,15 @@ class Penalty(ABC):
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """
         gradients = self._gradients()
-        ours, theirs = torch.stack([get_total_norm(gradients), self._norm_of_loss()]).tolist()
+        of_penalty, of_loss = torch.stack(
+            [get_total_norm(gradients), self._norm_of_loss()]
+        ).tolist()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
-        return float(ours / (ours + theirs)) if ours + theirs else 0.0
+        return float(of_penalty / (of_penalty + of_loss)) if of_penalty + of_loss else 0.0
 
     def _changes(self) -> Iterator[torch.Tensor]:
         """Yield W − Ŵ of each parameter."""

@@ -15,8 +15,8 @@ import torch
 
 from finetuning.data.batching import MicroBatch, split_rows
 from finetuning.devices import to_device
-from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import RandomBytes, normal, uniform
+from finetuning.whole_model import WholeModel
 
 # Memory limit for the gradients of rows computed together; a single row may exceed it.
 ROW_GRADIENT_BYTES = 256 * 2**20
@@ -32,7 +32,7 @@ class Noise:
 
 
 class PrivateGradients:
-    """The stages of a training step, with private gradients of a whole model.
+    """A `TrainableModel` that computes private gradients of a whole model.
 
     If the gradients of a micro-batch's rows exceed ``max_bytes``, the rows are processed in groups.
     ``source`` returns the source of a step's noise, given the step's seed, which isn't secret.
@@ -82,8 +82,8 @@ class PrivateGradients:
         for name, parameter in self._parameters.items():
             parameter.grad = sums[name] / noise.expected_rows
         # A loss that isn't finite must not end the round, because other parties would notice that.
-        found = torch.stack(losses).tolist() if losses else []
-        return [loss if math.isfinite(loss) else 0.0 for loss in found]
+        values = torch.stack(losses).tolist() if losses else []
+        return [loss if math.isfinite(loss) else 0.0 for loss in values]
 
 
 def clipped_sums(gradients: Mapping[str, torch.Tensor], row_norm: float) -> dict[str, torch.Tensor]:

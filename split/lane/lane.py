@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from finetuning.errors import printable
 from split.lane.stream import Stream, Traffic
 from split.lane.transport import CLOSE_SECONDS, MAX_STREAMS, lane_error
 from split.protocol.delivery import Delivery
@@ -31,7 +32,6 @@ from split.protocol.errors import (
     LaneError,
     LaneTimeoutError,
     PeerError,
-    printable,
 )
 from split.protocol.frames import Frame, Kind, Limits, Value
 from split.protocol.payload import Outgoing

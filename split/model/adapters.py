@@ -9,7 +9,7 @@ import torch
 
 from finetuning.adapters.adapter import State
 from finetuning.adapters.prefixes import SAVED, name_of_block
-from finetuning.model.fingerprint import tensor_digest
+from finetuning.model.fingerprint import digest_tensor
 from finetuning.settings import AdapterSettings
 from split.model.partition import PARTIES, Partition, PartyName, stands_before_blocks
 
@@ -78,7 +78,7 @@ def body_digest(settings: AdapterSettings, state: Mapping[str, torch.Tensor] | N
         return "none"
     facts = [settings.kind, settings.alpha if settings.kind == "lora" else 0]
     digests = {
-        name: tensor_digest(value.dtype, value.shape, [value]) for name, value in state.items()
+        name: digest_tensor(value.dtype, value.shape, [value]) for name, value in state.items()
     }
     return hashlib.sha256(json.dumps([facts, digests], sort_keys=True).encode()).hexdigest()
 

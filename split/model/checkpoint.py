@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.model.checkpoint import WEIGHTS
-from finetuning.model.fingerprint import tensor_digest
+from finetuning.model.fingerprint import digest_tensor
 
 # Number of bytes to read at a time.
 _PIECE_BYTES = 2 * 2**20
@@ -111,7 +111,7 @@ def compared(
                 f"since it was loaded, or {type(model).__name__} can't be loaded in parts"
             )
         pieces = (piece for _, piece in checkpoint.pieces(name))
-        digests[name] = tensor_digest(checkpoint.dtypes[name], checkpoint.shapes[name], pieces)
+        digests[name] = digest_tensor(checkpoint.dtypes[name], checkpoint.shapes[name], pieces)
     if holds and not quantized:
         raise BaseModelError(
             f"{min(holds)} of {type(model).__name__} can't be compared with the checkpoint; split "

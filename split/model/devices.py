@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.model.placement import accelerators, device_map
 from split.model.partition import Partition, PartyName, blocks_of, part_class
 from split.settings import SplitSettings

@@ -12,16 +12,11 @@ import torch
 import finetuning
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.prefixes import BlockPrefixes
+from finetuning.errors import BaseModelError
 from finetuning.files import cache_directory, write_file
 from finetuning.model.backbone_inputs import left_padding
-from finetuning.model.base_model import (
-    BaseModelError,
-    load_checkpoint,
-    outline,
-    refuse_unless_causal,
-    text_config,
-)
-from finetuning.model.fingerprint import config_digest
+from finetuning.model.base_model import load_checkpoint, outline, refuse_unless_causal, text_config
+from finetuning.model.fingerprint import digest_config
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters
@@ -60,7 +55,7 @@ def check_exactness(
     Raise a BaseModelError that names the architecture if the results differ, or the architecture is
     not causal or cannot be tested.
     """
-    facts = [config_digest(directory / "config.json"), astuple(partition), prefixes, generation]
+    facts = [digest_config(directory / "config.json"), astuple(partition), prefixes, generation]
     mark = cache_directory() / "exactness" / _key(facts)
     if mark.is_file():
         return

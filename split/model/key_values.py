@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from finetuning.adapters.prefixes import shifted
+from finetuning.adapters.prefixes import shift_inputs
 from finetuning.devices import to_device
 from finetuning.model.backbone_inputs import left_padding
 from split.model.part import Part
@@ -39,7 +39,7 @@ class KeyValues:
         self._prompt = left_padding(self._backbone, self._lengths, columns)
         self._before = part.columns_before
         if (prefixes := part.prefixes) is not None:
-            self._prompt = shifted(self._prompt, prefixes.length)
+            self._prompt = shift_inputs(self._prompt, prefixes.length)
             if self.cache is not None:
                 prefixes.fill(self.cache, len(padding.lengths), part.dtype)
         # Recurrent states can't be cropped; all other blocks record what they need for it.

@@ -8,21 +8,18 @@ import torch
 from safetensors import SafetensorError
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from finetuning.errors import BaseModelError
 from finetuning.model.base_model import (
-    DESCRIPTIONS,
     TEXT_TENSORS,
-    BaseModelError,
-    fetch,
+    freeze,
     generation_settings,
     loading_arguments,
-    locate,
-    locate_description,
     outline,
-    prepare,
     refuse_incomplete,
     refuse_quantized,
 )
 from finetuning.model.checkpoint import INDEX, WEIGHTS, read_index
+from finetuning.model.locating import DESCRIPTIONS, fetch, locate, locate_description
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import hand_over
@@ -122,7 +119,7 @@ def load_parts(
             sources=sources,
             quantized=settings.quantization != "none",
         )
-        prepare(model, settings)
+        freeze(model, settings)
         parts[party] = Part(
             model=model, party=party, partition=partition, digests=digests, dtype=arguments["dtype"]
         )

@@ -10,8 +10,8 @@ from torch import nn
 from finetuning.adapters.adapter import attach_adapter, target_names
 from finetuning.adapters.prefixes import BlockPrefixes
 from finetuning.devices import mixed_precision, to_device
+from finetuning.errors import BaseModelError
 from finetuning.model.backbone_inputs import left_padding, without_cache
-from finetuning.model.base_model import BaseModelError
 from finetuning.model.output_head import output_head
 from finetuning.randomness import generator_lock
 from finetuning.settings import AdapterSettings

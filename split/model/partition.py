@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from finetuning.model.base_model import BaseModelError, text_config
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import text_config
 from finetuning.model.placement import path_of_blocks
 from split.settings import SplitSettings
 

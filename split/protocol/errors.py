@@ -1,4 +1,4 @@
-"""Errors of a lane, and escaping of text from a peer.
+"""Errors of a lane.
 
 The errors contain no keys, secrets or values of hidden states, so they can be logged and displayed.
 """
@@ -89,16 +89,3 @@ class HandshakeError(LaneError):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(_WORDS[refusal])
         self.refusal = refusal
-
-
-def printable(text: str, most: int = 1000) -> str:
-    """Return text from a peer as a single line that can be logged, stored and displayed.
-
-    Replace characters that are not printable according to ``str.isprintable`` (line breaks, control
-    characters, terminal escapes, bidirectional controls, lone surrogates) with escape sequences.
-    Letters of all languages are unchanged. The result is truncated to ``most`` characters.
-    """
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1]
-    )
-    return shown if len(shown) <= most else shown[: most - 1] + "…"

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from finetuning.model.base_model import BaseModelError, outline
-from finetuning.model.fingerprint import digest, fingerprint
+from finetuning.errors import BaseModelError, printable
+from finetuning.model.base_model import outline
+from finetuning.model.fingerprint import combine_digests, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.devices import body_devices
 from split.model.loading import load_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import Partition, partition_of
-from split.protocol.errors import printable
 from split.protocol.frames import Padding
 from split.server.stage import Tensors, address_of, receive, secured, send, tls
 from split.settings import SplitSettings
@@ -129,7 +129,7 @@ class StagedBody:
         for host, own in stages_of(partition_of(directory, split), split).items():
             self._stages.append(_Stage(host, split.body_key))
             names = [*tensors_of(directory, own, ("body",)), "config.json"]
-            expected = digest({name: digests[name] for name in names})
+            expected = combine_digests({name: digests[name] for name in names})
             stage = split.model_copy(update={"head_blocks": own.head, "tail_blocks": own.tail})
             given: dict[str, Any] = {"model": model.model_dump(), "split": stage.model_dump()}
             answer = self._stages[-1].call("load", expected=expected, **given)

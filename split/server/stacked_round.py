@@ -27,8 +27,9 @@ from contextlib import suppress
 
 import torch
 
+from finetuning.errors import printable
 from finetuning.randomness import derive_seed
-from split.protocol.errors import LaneError, ProtocolError, printable
+from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import Kind
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters

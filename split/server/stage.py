@@ -22,8 +22,8 @@ from safetensors.torch import load, save
 
 from finetuning.adapters.adapter import load_state
 from finetuning.devices import is_broken, to_device
-from finetuning.model.base_model import BaseModelError
-from finetuning.model.fingerprint import config_digest, digest
+from finetuning.errors import BaseModelError
+from finetuning.model.fingerprint import combine_digests, digest_config
 from finetuning.randomness import derive_seed, set_seed
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.lane.half_open import RefusedHandshakes, SilentStreams, network_of
@@ -192,8 +192,8 @@ class _Blocks:
         directory = locate_parts(settings.name, stage, ("body",))
         partition, devices = partition_of(directory, stage), body_devices(stage)
         self._part = load_parts(settings, directory, partition, ("body",), devices)["body"]
-        config = {"config.json": config_digest(directory / "config.json")}
-        if digest(self._part.digests | config) != expected:
+        config = {"config.json": digest_config(directory / "config.json")}
+        if combine_digests(self._part.digests | config) != expected:
             raise BaseModelError(f"the checkpoint in {directory} differs from the coordinator's")
         return {"dtype": torch.empty(0, dtype=self._part.dtype)}
 

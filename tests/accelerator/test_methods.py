@@ -24,12 +24,12 @@ from finetuning.data.candidates import Continuation
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import ModelSettings
 from finetuning.training.continual import ContinualPenalty, importance
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients
 from finetuning.training.proximal import ProximalPenalty
+from finetuning.whole_model import WholeModel
 from split.model.adapters import join_adapters, take_apart
 from split.model.key_values import KeyValues
 from split.model.partition import partition_of

@@ -7,12 +7,12 @@ import torch
 
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import ModelSettings
 from finetuning.training.continual import ContinualPenalty
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients
 from finetuning.training.proximal import ProximalPenalty
+from finetuning.whole_model import WholeModel
 from tests.split.clients import ADAPTER, MODEL, SIZES, TRAIN, Client, draw, serving, split_settings
 from tests.split.clients import STEPS as STEPS_OF_A_ROUND
 

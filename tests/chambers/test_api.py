@@ -29,7 +29,7 @@ from chambers.endpoint.routes import routes
 from chambers.models import Draft, find, find_draft
 from chambers.sources import AdapterOptions
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.tokenizer import load_tokenizer
 from tests.chambers.browser import browser, needs_browser
 from tests.chambers.conftest import ROOT, refused, told, write_run
 from tests.chambers.test_serve import serving_here

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetuning.files import cache_directory
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.tokenizer import load_tokenizer
 from tests.chambers.test_api import QUESTIONS, TOKENS, answering, ask
 
 pytestmark = pytest.mark.nightly

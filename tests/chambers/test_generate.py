@@ -22,8 +22,8 @@ from client_app.state import ClientState
 from federation.run_config import parse_run_config
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.files import write_json
-from finetuning.model.base_model import load_tokenizer
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import ModelSettings
 from split.model.loading import tensors_of
 from split.model.partition import partition_of

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetuning.model.base_model import locate
+from finetuning.model.locating import locate
 from tests.chambers.conftest import told
 
 VERSION = "0.3.36"

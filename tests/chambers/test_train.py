@@ -21,7 +21,7 @@ from chambers.cluster import gpus_of_actor
 from chambers.errors import END_SIGNALS, CommandError
 from chambers.settings import read_settings
 from federation.run_config import parse_run_config
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.model.checkpoint import client_parameters
 from tests.chambers.conftest import ROOT, refused, serve, told
 from tests.conftest import write_rows

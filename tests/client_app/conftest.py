@@ -11,7 +11,7 @@ from chambers.in_process import InProcessGrid
 from federation.messages import ARRAYS, CONFIG, Instruction, to_arrays
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
-from finetuning.model.fingerprint import digest, fingerprint
+from finetuning.model.fingerprint import combine_digests, fingerprint
 
 
 class Site:
@@ -45,7 +45,7 @@ class Site:
         return reply
 
     def message(self, kind, records=None, **instruction):
-        base = digest(fingerprint(self.checkpoint))
+        base = combine_digests(fingerprint(self.checkpoint))
         asked = {"round": 1, "lineage": "run-1", "base": base, "time_limit": 600.0} | instruction
         about = dict(Instruction(0, "", "", 1.0).to_record()) | asked
         content = {CONFIG: ConfigRecord(about)}

@@ -16,7 +16,7 @@ from federation.messages import ANSWERS, ARRAYS, CONFIG, LANE, METRICS
 from federation.run_config import parse_run_config
 from federation.site_file import SiteFile
 from federation.site_policy import PolicyError, SitePolicy, read_policy
-from finetuning.model.fingerprint import digest
+from finetuning.model.fingerprint import combine_digests
 from tests.finetuning.data.templates import THINKING
 from tests.gguf_files import write_gguf
 from tests.setting_tables import policy_table, site_table
@@ -451,7 +451,7 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
     )
     values = SPLIT | {"model.name": str(deep_checkpoint), "split.listen": "127.0.0.1:0"}
     known = site.ask("query", changed=values).content[CONFIG]
-    base = digest(dict(zip(known["tensors"], known["digests"], strict=True)))
+    base = combine_digests(dict(zip(known["tensors"], known["digests"], strict=True)))
     reason = site.refusal("train", {LANE: lane}, values, base=base)
     assert reason == (
         "the site's policy refuses a lane to unix:/run/docker.sock (not in its coordinators)"
@@ -472,7 +472,7 @@ def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint
     found = dict(
         zip(reply.content[CONFIG]["tensors"], reply.content[CONFIG]["digests"], strict=True)
     )
-    site.decide(f'base-models = ["{digest(found)}"]\n')
+    site.decide(f'base-models = ["{combine_digests(found)}"]\n')
     assert "problem" not in site.ask("query", changed=model).content[CONFIG]
     # A process that has read it notices that it was replaced.
     write_gguf(checkpoint, file, "Q8_0")

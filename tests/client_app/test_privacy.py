@@ -22,12 +22,13 @@ from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.errors import DeadlineError
-from finetuning.model.base_model import load_base_model, locate
+from finetuning.model.base_model import load_base_model
 from finetuning.model.fingerprint import fingerprint
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.locating import locate
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.private_gradients import Noise, PrivateGradients, poisson_steps
+from finetuning.whole_model import WholeModel
 from server_app.report import write_report
 from strategies.fedjudge import FedJudgeBase
 from strategies.journal import Progress

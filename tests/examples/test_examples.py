@@ -16,8 +16,8 @@ from finetuning.adapters.adapter import (
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.generation import generate_texts
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 

@@ -1,6 +1,7 @@
 """Shared fixtures for fine-tuning: small random models, adapters, examples and references."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.batching import MicroBatch, collate, micro_batches
 from finetuning.data.tokenization import Example
-from finetuning.settings import AdapterSettings
+from finetuning.model.base_model import BaseModel, load_base_model
+from finetuning.settings import AdapterSettings, ModelSettings
 
 VOCABULARY = 64
 
@@ -104,6 +106,21 @@ def random_model() -> Callable[..., Any]:
     return make
 
 
+def draw_weights(model: Any, scale: float = 1.0, seed: int = 1) -> Any:
+    """Draw an adapter's weights, so that it has an effect; return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in trainable_parameters(model).values():
+        drawn = scale * torch.randn(parameter.shape, generator=generator)
+        parameter.data = drawn.to(parameter.device)
+    return model
+
+
+@pytest.fixture
+def base(checkpoint: Path) -> BaseModel:
+    """Load the small checkpoint anew, because attaching an adapter changes a model in place."""
+    return load_base_model(ModelSettings(name=str(checkpoint)))
+
+
 @pytest.fixture
 def adapted(random_model: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that creates a small model with an adapter that already has an effect."""
@@ -115,10 +132,7 @@ def adapted(random_model: Callable[..., Any]) -> Callable[..., Any]:
             rank=2, alpha=4, dropout=dropout, targets=ARCHITECTURES[architecture][2]
         )
         model = attach_adapter(random_model(architecture, seed, **changes), settings, "base")
-        torch.manual_seed(seed + 1)
-        for parameter in trainable_parameters(model).values():
-            parameter.data = 0.2 * torch.randn_like(parameter)
-        return model
+        return draw_weights(model, 0.2, seed + 1)
 
     return make
 

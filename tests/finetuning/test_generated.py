@@ -1,14 +1,15 @@
-"""The generated text: repeatable, split without overlap, and in three distinct styles."""
+"""The generated rows: the same on every machine, distinct, and split without shared facts."""
 
+import hashlib
+import json
 import re
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable
 
 import pytest
 
 from finetuning.generated import STYLES, background, consultation, court, examples, reasoning
-from finetuning.generated.vocabulary import OFFENCES, WORDS
+from finetuning.generated.clients import generate_client
+from finetuning.generated.matters import MATTERS, divide, write_questions
+from finetuning.generated.vocabulary import OFFENCES, WORDS, RandomWords
 
 COUNT = 1_000
 
@@ -22,205 +23,59 @@ def rows() -> dict[tuple[str, str], list[dict[str, str]]]:
     }
 
 
-@pytest.fixture(scope="module")
-def passages() -> list[str]:
-    return background(2_000, 7)
+def test_texts_are_the_same_on_every_machine():
+    """The digests may change with the sentences and word lists, but not with the machine."""
+    texts = [*(examples(style, 60, 0, split) for style in STYLES for split in ("train", "test"))]
+    texts += [background(60, 0), write_questions(MATTERS, 60, 0, "train")]
+    kinds = ("styles", "matters", "matters-unequal", "matters-even")
+    texts += [generate_client(kind, index, 4, 5) for kind in kinds for index in range(4)]
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    assert digest[:16] == "51d3ad0d2f5be018"
 
 
-def runs(text: str, length: int) -> set[str]:
-    """Return all sequences of ``length`` words in a text, in lower case without punctuation."""
-    words = re.findall(r"[\w$',]*\w", text.lower())
-    return {" ".join(words[start : start + length]) for start in range(len(words) - length + 1)}
-
-
-def style_phrases(texts: Iterable[str]) -> set[str]:
-    """Return the sequences of four words that occur in at least 2 % of the texts.
-
-    Names and definitions of offences, which all styles share, are excluded.
-    """
-    counts = Counter(run for text in texts for run in runs(text, 4))
-    matters = " ".join(f"{each.name} {each.gerund} {each.past}" for each in OFFENCES).lower()
-    content = {run for run in counts if sum(word in matters for word in run.split()) >= 3}
-    return {run for run, count in counts.items() if count >= COUNT // 50} - content
-
-
-def court_facts(row: dict[str, str]) -> tuple[str, ...]:
-    """Return the defendant's surname and the offence, read only from the court's view."""
-    surname = re.search(r"defendant [A-Z]\w+ ([A-Z]\w+)", row["output"])
-    article = re.search(r"Articles (\d+)", row["output"])
-    assert surname and article
-    return surname[1], article[1]
-
-
-def question_patterns() -> list[tuple[str, re.Pattern[str]]]:
-    """Return, for each form of question about a matter, the matter and a regular expression."""
-    patterns = []
-    for name, matter in consultation.MATTERS.items():
-        values = {
-            key: f"(?P<{key}>{'|'.join(map(re.escape, matter[f'{key}s']))})"
-            for key in ("thing", "extent")
-        }
-        for frame in matter["questions"]:
-            pattern = frame.format(**values)
-            # The first letter may be a capital.
-            patterns.append((name, re.compile(pattern, re.IGNORECASE)))
-    return patterns
-
-
-QUESTION_PATTERNS = question_patterns()
-
-
-def consultation_facts(row: dict[str, str]) -> tuple[str, ...]:
-    """Return the matter, the thing and the extent, read from the question."""
-    for name, pattern in QUESTION_PATTERNS:
-        if found := pattern.search(row["input"]):
-            return name, found["thing"], found["extent"]
-    raise AssertionError(row["input"])
-
-
-def reasoning_facts(row: dict[str, str]) -> tuple[str, ...]:
-    """Return the rule and the surname of the person in question, read from the first two steps."""
-    article = re.search(r"Article (\d+)", row["output"])
-    found = re.split(r"(?:2\.|\(2\)|Second:) ", row["output"])[1]
-    surname = re.search(rf"\b({'|'.join(WORDS['surnames'])})\b", found)
-    assert article and surname
-    return surname[1], article[1]
-
-
-def test_a_call_repeats_and_a_longer_one_extends_it() -> None:
+def test_a_longer_call_extends_a_shorter_one():
     for style in STYLES:
         first = examples(style, 50, 3, "train")
         assert first == examples(style, 80, 3, "train")[:50]
         assert first != examples(style, 50, 4, "train")
     assert background(20, 3) == background(30, 3)[:20]
+    first = write_questions(MATTERS[:4], 50, 3, "train")
+    assert first == write_questions(MATTERS[:4], 80, 3, "train")[:50]
+    assert examples("court", 0, 0, "train") == []
 
 
-def test_rows_are_the_same_on_every_machine() -> None:
-    # This text may change with the word lists, but not with the machine.
-    assert examples("consultation", 1, 0, "test")[0]["input"] == (
-        "I'm eight weeks behind on rent for my room and they want me out?"
-    )
-
-
-def test_rows_and_passages_are_distinct(
-    rows: dict[tuple[str, str], list[dict[str, str]]], passages: list[str]
-) -> None:
+def test_rows_and_passages_are_distinct(rows):
     for generated in rows.values():
         assert [set(row) for row in generated] == [{"instruction", "input", "output"}] * COUNT
         assert len({row["input"] for row in generated}) == COUNT
-    assert len(set(passages)) == len(passages) == 2_000
+    assert len(set(background(2_000, 7))) == 2_000
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_train_and_test_share_no_input_and_no_output(
-    style: str, rows: dict[tuple[str, str], list[dict[str, str]]]
-) -> None:
+def test_train_and_test_share_no_input_and_no_output(style, rows):
     other_seed = examples(style, 3 * COUNT, 8, "train")
     for part in ("input", "output"):
         seen = {row[part] for row in rows[style, "train"] + other_seed}
         assert seen.isdisjoint(row[part] for row in rows[style, "test"])
 
 
-@pytest.mark.parametrize(
-    ("style", "facts"),
-    [
-        ("court", court_facts),
-        ("consultation", consultation_facts),
-        ("reasoning", reasoning_facts),
-    ],
-)
-def test_train_and_test_share_words_but_no_facts(
-    style: str,
-    facts: Callable[[dict[str, str]], tuple[str, ...]],
-    rows: dict[tuple[str, str], list[dict[str, str]]],
-) -> None:
-    train = {facts(row) for row in rows[style, "train"]}
-    test = {facts(row) for row in rows[style, "test"]}
-    assert train.isdisjoint(test)
-    # Nevertheless, each single fact of a test row occurs in training.
-    assert {fact for key in test for fact in key} <= {fact for key in train for fact in key}
-
-
-@pytest.mark.parametrize(
-    ("style", "facts"), [("court", court_facts), ("reasoning", reasoning_facts)]
-)
-def test_no_identifying_words_of_a_held_out_case_occur_in_training(
-    style: str,
-    facts: Callable[[dict[str, str]], tuple[str, ...]],
-    rows: dict[tuple[str, str], list[dict[str, str]]],
-) -> None:
-    # Twelve words identify a case if they include the person in question and a number.
-    def telling(split: str) -> set[str]:
-        return {
-            run
-            for row in rows[style, split]
-            for run in runs(row["input"], 12)
-            if facts(row)[0].lower() in run.split() and re.search(r"\d", run)
-        }
-
-    assert len(telling("test")) > 3 * COUNT
-    assert telling("train").isdisjoint(telling("test"))
-
-
-@pytest.mark.parametrize(
-    ("style", "input_band", "output_band"),
-    [
-        ("court", (75, 95), (50, 61)),
-        ("consultation", (10, 16), (40, 50)),
-        ("reasoning", (25, 35), (42, 52)),
-    ],
-)
-def test_lengths_have_the_shape_of_the_paper(
-    style: str,
-    input_band: tuple[int, int],
-    output_band: tuple[int, int],
-    rows: dict[tuple[str, str], list[dict[str, str]]],
-) -> None:
-    for part, (low, high) in (("input", input_band), ("output", output_band)):
-        lengths = [len(row[part].split()) for row in rows[style, "train"]]
-        assert low <= statistics.mean(lengths) <= high
-        assert statistics.stdev(lengths) > 2
-        assert max(lengths) > 1.25 * min(lengths)
-
-
-def test_passages_have_60_to_200_words(passages: list[str]) -> None:
-    lengths = [len(passage.split()) for passage in passages]
-    assert min(lengths) >= 60
-    assert max(lengths) <= 200
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_background_has_the_words_but_not_the_phrases(
-    style: str, rows: dict[tuple[str, str], list[dict[str, str]]], passages: list[str]
-) -> None:
-    outputs = [row["output"] for row in rows[style, "train"]]
-    phrases = style_phrases(outputs)
-    assert len(phrases) > 50
-    assert phrases.isdisjoint(run for passage in passages for run in runs(passage, 4))
-    words = [word for output in outputs for word in re.findall(r"[a-z]+", output.lower())]
-    known = {word for passage in passages for word in re.findall(r"[a-z]+", passage.lower())}
-    assert 0.6 * len(words) < sum(word in known for word in words) < 0.9 * len(words)
-
-
-def test_styles_do_not_share_phrases(rows: dict[tuple[str, str], list[dict[str, str]]]) -> None:
-    court_phrases, consultation_phrases, reasoning_phrases = (
-        style_phrases(row["output"] for row in rows[style, "train"]) for style in STYLES
+def test_train_and_test_share_words_but_no_combinations():
+    lists = WORDS["surnames"], WORDS["towns"]
+    train, test = (
+        {RandomWords(f"{split} {n}").facts_in_split(split, "a style", *lists) for n in range(COUNT)}
+        for split in ("train", "test")
     )
-    assert court_phrases.isdisjoint(consultation_phrases)
-    assert court_phrases.isdisjoint(reasoning_phrases)
-    assert consultation_phrases.isdisjoint(reasoning_phrases)
+    assert train.isdisjoint(test)
+    assert {word for facts in test for word in facts} <= {word for facts in train for word in facts}
 
 
-def test_the_answer_follows_from_the_input(
-    rows: dict[tuple[str, str], list[dict[str, str]]],
-) -> None:
+def test_the_answer_follows_from_the_input(rows):
     for split in ("train", "test"):
         for row in rows["court", split]:
             charged = re.search(r"defendant ((?:[A-Z]\w+ ?){2})", row["input"])
             assert charged
             assert f"the defendant {charged[1].strip()}" in row["output"]
-            sums = set(re.findall(r"\$[\d,]*\d", row["input"]))
-            assert len(sums) == 1
+            assert len(set(re.findall(r"\$[\d,]*\d", row["input"]))) == 1
             surrendered = "without being summoned" in row["input"] or "full account" in row["input"]
             assert ("voluntarily" in row["output"]) == surrendered
         for row in rows["consultation", split]:
@@ -228,20 +83,47 @@ def test_the_answer_follows_from_the_input(
             assert sums <= set(re.findall(r"\$[\d,]*\d", row["output"]))
 
 
-def test_at_least_twelve_matters_in_every_style() -> None:
+def test_every_style_has_at_least_twelve_matters():
     assert set(court.ACTS) == {offence.name for offence in OFFENCES}
-    assert min(len(court.ACTS), len(consultation.MATTERS), len(reasoning.MATTERS)) >= 12
+    assert min(len(court.ACTS), len(consultation.PROBLEMS), len(reasoning.RULES)) >= 12
 
 
-def test_text_is_clean(
-    rows: dict[tuple[str, str], list[dict[str, str]]], passages: list[str]
-) -> None:
+def test_text_is_clean(rows):
     texts = [row[part] for generated in rows.values() for row in generated for part in row]
-    for text in texts + passages:
+    texts += background(2_000, 7)
+    texts += [row[part] for row in write_questions(MATTERS, 1_200, 5, "test") for part in row]
+    for text in texts:
         assert text == text.strip()
         assert not re.search(r"[{}]|  |\.\.|,,| [.,;?]|None", text), text
         assert not re.search(r"\ba [aeio]|\ban [^aeiouh]|\b(\w+) \1\b", text.lower()), text
 
 
-def test_no_rows_are_an_empty_list() -> None:
-    assert examples("court", 0, 0, "train") == []
+def articles(rows) -> set[str]:
+    return {re.match(r"Under Article (\d+), ", row["output"])[1] for row in rows}
+
+
+def test_institutions_have_different_matters_by_the_seed():
+    for institutions in (2, 3, 5, 12):
+        divided = divide(institutions, seed=0)
+        assert sorted(name for own in divided for name in own) == sorted(MATTERS)
+        assert max(map(len, divided)) - min(map(len, divided)) <= 1
+    assert divide(3, 0) == divide(3, 0) != divide(3, 1)
+    with pytest.raises(ValueError, match="12 matters can't be divided among 13 clients"):
+        divide(13, 0)
+
+
+def test_no_institution_reads_answers_to_questions_of_others():
+    known = [write_questions(own, 100, 7, "train") for own in divide(3, 0)]
+    one, two, three = map(articles, known)
+    assert [len(one), len(two), len(three)] == [4, 4, 4]
+    assert len(one | two | three) == 12
+    for questions, matters in zip(known, divide(3, 0), strict=True):
+        outputs = {row["output"] for row in questions}
+        assert outputs == {row["output"] for row in write_questions(matters, 4, 8, "test")}
+
+
+def test_a_question_tells_neither_article_nor_rule():
+    for row in write_questions(MATTERS, 1_200, 3, "train"):
+        rule = row["output"].partition(", ")[2].split()
+        assert not re.search(r"\d|Article", row["input"])
+        assert re.search(r"\d", row["output"]) and " ".join(rule[-3:]) not in row["input"]

@@ -48,8 +48,9 @@ from federation.messages import (
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.data.formats import DataError
 from finetuning.data.rows import read_rows
+from finetuning.errors import printable
 from finetuning.model.gguf_file import GGUFError, read_header
-from split.protocol.errors import FrameError, HandshakeError, ProtocolError, printable
+from split.protocol.errors import FrameError, HandshakeError, ProtocolError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.handshake import ClientHandshake, ServerHandshake
 from split.protocol.keys import ServerKeys, authenticate, derive, key_identifier, wrap

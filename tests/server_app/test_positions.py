@@ -8,7 +8,8 @@ import transformers
 
 from chambers.in_process import InProcessGrid
 from federation.run_config import parse_run_config
-from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.model.positions import check_positions
 from finetuning.settings import ModelSettings
 from server_app.main import _run, open_directory

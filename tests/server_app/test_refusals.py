@@ -6,7 +6,7 @@ from flwr.app import Context, RecordDict
 from chambers.in_process import InProcessGrid
 from federation.run_config import ConfigError
 from finetuning.adapters.saved import AdapterError
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from server_app.main import main
 
 

@@ -12,8 +12,8 @@ from federation.messages import to_arrays
 from federation.run_config import ConfigError, parse_run_config
 from federation.run_folder import check_resumable, checkpoint_files
 from finetuning.adapters.adapter import initial_adapter
-from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.locating import locate
 from finetuning.randomness import derive_seed
 from server_app.checkpoint import check_base_model, load_checkpoint
 from server_app.main import STRATEGIES, checkpoint_of, open_directory

@@ -22,11 +22,11 @@ from finetuning.adapters.adapter import (
 from finetuning.data.batching import collate, micro_batches
 from finetuning.data.tokenization import Example
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.randomness import derive_seed
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import learning_rate, make_optimizer
+from finetuning.whole_model import WholeModel
 from split.client.split_model import SplitModel
 from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, take_apart

@@ -6,8 +6,8 @@ from chambers.in_process import InProcessGrid
 from federation.messages import to_arrays
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
-from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
+from finetuning.model.locating import locate
 from finetuning.randomness import derive_seed
 from server_app.main import STRATEGIES
 from strategies.journal import Progress

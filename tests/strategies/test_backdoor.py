@@ -12,15 +12,20 @@ import torch
 
 from bench.tokens_told import train
 from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
-from finetuning.adapters.robust_aggregation import distance, scaled, update_caps, update_factors
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.robust_aggregation import (
+    distance,
+    scale_update,
+    update_caps,
+    update_factors,
+)
+from finetuning.aggregation.weighted_mean import WeightedMean
 from finetuning.data.batching import collate
 from finetuning.data.layouts import Row, parse_messages
 from finetuning.data.tokenization import tokenize
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 
 CLIENTS, STEPS, ROWS, ATTACK_STEPS = 10, 4, 64, 40
 NAMES = [f"client {number}" for number in range(CLIENTS)]
@@ -47,10 +52,12 @@ class Trial:
         self.model = WholeModel(attach_adapter(base.model, lora, None))
         self.parameters = trainable_parameters(self.model.peft_model)
         divided = matters.divide(CLIENTS, seed)
-        own = [matters.questions(each, ROWS, seed, "train") for each in divided]
+        own = [matters.write_questions(each, ROWS, seed, "train") for each in divided]
         self.rows = {name: self.tokenized(rows) for name, rows in zip(NAMES, own, strict=True)}
         self.planted = self.tokenized(map(with_trigger, own[-1]))
-        others = [q for each in divided[:-1] for q in matters.questions(each, 3, seed + 1, "test")]
+        others = [
+            q for each in divided[:-1] for q in matters.write_questions(each, 3, seed + 1, "test")
+        ]
         self.asked = self.tokenized(map(with_trigger, others))
 
     def tokenized(self, values):
@@ -117,7 +124,7 @@ def test_a_narrow_cap_prevents_a_backdoor(most, rounds, succeeds):
         factors = update_factors(distances, update_caps(sizes, {}, most))
         mean = WeightedMean()
         for name, own in sent.items():
-            mean.add(scaled(own, state, factors[name]), ROWS)
+            mean.add(scale_update(own, state, factors[name]), ROWS)
         state = mean.result()
         shares.append(trial.answered(state))
     assert shares[-1] > 0.3 if succeeds else max(shares) < 0.1

@@ -19,7 +19,7 @@ from finetuning.adapters.adapter import export_adapter, exported_names, load_ada
 from finetuning.data.batching import collate
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.model.fingerprint import fingerprint
-from finetuning.model.whole_model import WholeModel
+from finetuning.whole_model import WholeModel
 from tests.conftest import config, write_rows
 from tests.in_process import MemoryJournal, run_in_process
 from tests.marks import nightly

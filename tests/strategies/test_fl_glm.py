@@ -18,7 +18,7 @@ from client_app import fl_glm
 from client_app.institution import open_institution
 from federation.messages import ARRAYS, SIZE, Instruction, answer, config_of, one_line
 from federation.run_config import ConfigError, parse_run_config
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from split.client import connecting
 from split.client.remote_body import RemoteBody
 from split.lane.dialling import open_lane
@@ -159,7 +159,7 @@ def test_what_a_split_run_leaves_loads_with_peft_alone(split_values, finished):
     from transformers import AutoModelForCausalLM
 
     from finetuning.evaluation.held_out import held_out_loss
-    from finetuning.model.whole_model import WholeModel
+    from finetuning.whole_model import WholeModel
 
     folder, journal = finished("serial")
     measured = {
@@ -192,8 +192,8 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
 
     from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.scoring import score
-    from finetuning.model.base_model import load_tokenizer
-    from finetuning.model.whole_model import WholeModel
+    from finetuning.model.tokenizer import load_tokenizer
+    from finetuning.whole_model import WholeModel
 
     names = ["rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
     answering = {"generate": True, "generate-examples": 4, "batch-size": 3, "max-new-tokens": 12}

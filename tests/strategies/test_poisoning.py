@@ -7,7 +7,7 @@ from flwr.app import Array
 from flwr.proto.node_pb2 import NodeInfo
 
 from federation.messages import ARRAYS, METRICS, SIZE, config_of, from_arrays
-from finetuning.adapters.robust_aggregation import distance
+from finetuning.aggregation.robust_aggregation import distance
 from tests.in_process import run_in_process
 from tests.marks import nightly
 from tests.strategies.grids import NODES, SpyingGrid

@@ -59,8 +59,8 @@ def test_fl_glm_learns_prefixes_and_leaves_whole_ones(
     from client_app.institution import open_institution
     from finetuning.evaluation.generation import generate_texts
     from finetuning.evaluation.held_out import held_out_loss
-    from finetuning.model.base_model import load_tokenizer
-    from finetuning.model.whole_model import WholeModel
+    from finetuning.model.tokenizer import load_tokenizer
+    from finetuning.whole_model import WholeModel
 
     values = prefix_values | {
         "strategy": "fl-glm",

@@ -9,7 +9,7 @@ from flwr.app import Array
 
 from chambers.in_process import InProcessGrid
 from federation.messages import ARRAYS
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.weighted_mean import WeightedMean
 from strategies.replies import NotFiniteError, Replies
 from tests.in_process import MemoryJournal
 from tests.strategies.grids import NODES, start

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from finetuning.adapters.adapter import State
-from finetuning.adapters.robust_aggregation import distance, scaled, update_factors
-from finetuning.adapters.weighted_mean import WeightedMean
+from finetuning.aggregation.robust_aggregation import distance, scale_update, update_factors
+from finetuning.aggregation.weighted_mean import WeightedMean
 from finetuning.training.optimization import OptimizerState
 from split.model.partition import PartyName
 from split.protocol.errors import ProtocolError
@@ -231,5 +231,5 @@ class Hierarchical:
             factor = factors[name]
             if factor < 1:
                 self.scaled[name] = min(factor, self.scaled.get(name, 1.0))
-            mean.add(scaled(states[name], reference, factor), self._weights[name])
+            mean.add(scale_update(states[name], reference, factor), self._weights[name])
         return mean.result()

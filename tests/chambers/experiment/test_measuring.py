@@ -14,7 +14,7 @@ from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
+from finetuning.whole_model import WholeModel
 
 
 def test_the_constant_answer_to_wsc_is_that_no_noun_is_right(tmp_path):

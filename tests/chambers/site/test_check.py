@@ -28,8 +28,8 @@ from chambers.site.check_coordinator import check_coordinator
 from chambers.site.keys import open_instructions, open_node_key
 from chambers.site.release import open_signing_key
 from federation.worker_socket import connected_worker, send
-from finetuning.model.base_model import locate
-from finetuning.model.fingerprint import digest, fingerprint
+from finetuning.model.fingerprint import combine_digests, fingerprint
+from finetuning.model.locating import locate
 from tests.chambers.conftest import another_user, refused
 from tests.chambers.site.stand_in import proxy
 from tests.client_app.worker_process import running_worker
@@ -310,7 +310,9 @@ def test_data_and_model(capsys, site, checkpoint, tmp_path):
     assert "no config.json in" in output
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
     output = at_institution(capsys, site, 1, "--model", file)
-    assert f"model: {file} has the digest {digest(fingerprint(locate(str(file))))}" in output
+    assert (
+        f"model: {file} has the digest {combine_digests(fingerprint(locate(str(file))))}" in output
+    )
 
 
 def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):

@@ -1,10 +1,6 @@
 """Prefixes of a whole model, compared with PEFT's own forward, and saved in PEFT's format."""
 
-import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +13,19 @@ from finetuning.adapters.adapter import (
     exported_names,
     initial_adapter,
     load_adapter,
-    save_adapter,
     trainable_parameters,
 )
 from finetuning.adapters.prefixes import SAVED
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
+from finetuning.errors import BaseModelError
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
-from finetuning.model.base_model import BaseModelError, load_base_model
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.base_model import load_base_model
 from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
+from finetuning.whole_model import WholeModel
+from tests.finetuning.conftest import draw_weights
 
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
 # These architectures have as many key heads as query heads, unlike the common sizes.
@@ -46,11 +43,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", ["the court finds", "the court finds that the appeal is late"])
-def test_prefixes_of_a_text_are_the_text_itself(checkpoint, words):
+def test_prefixes_of_a_text_are_the_text_itself(base, checkpoint, words):
     """A text that is shorter than the prefix is repeated, and one that is longer is cut."""
     settings = PREFIX.model_copy(update={"initial_text": words})
     state, _ = initial_adapter(str(checkpoint), settings, seed=1)
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
     text = torch.tensor([(base.tokenizer(words)["input_ids"] * 5)[:5]])
     tokens = torch.tensor([[7, 11, 3, 5]])
     with torch.no_grad():
@@ -60,17 +56,12 @@ def test_prefixes_of_a_text_are_the_text_itself(checkpoint, words):
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def prefixed(model: Any, seed: int = 1, settings: AdapterSettings = PREFIX) -> Any:
+def prefixed(model: Any) -> Any:
     """Attach random prefixes, which already have an effect, to a model."""
-    model = attach_adapter(model, settings, "base")
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
-    return model
+    return draw_weights(attach_adapter(model, PREFIX, "base"))
 
 
-def test_dropout_drops_a_share_of_a_prefix_in_training_alone(checkpoint):
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
+def test_dropout_drops_a_share_of_a_prefix_in_training_alone(base):
     model = prefixed(base.model)
     dropping, plain = WholeModel(model, 0.4), WholeModel(model)
     tokens = torch.tensor([7, 11, 3, 5, 9, 4])
@@ -88,7 +79,7 @@ def gradient(peft_model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_loss_and_gradient_are_those_of_peft_s_own_forward(
+def test_loss_and_gradient_equal_those_of_peft(
     random_model, draw_examples, reference_loss, batches_of, architecture
 ):
     bare = random_model(architecture, **ARCHITECTURES[architecture])
@@ -121,7 +112,7 @@ def test_loss_and_gradient_are_those_of_peft_s_own_forward(
     assert held_out_loss(ours, examples, 0, 4).loss == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_a_micro_batch_has_as_many_rows_as_fit_with_their_prefixes(random_model, draw_examples):
+def test_a_micro_batch_has_room_for_prefixes(random_model, draw_examples):
     """If prefixes weren't counted, micro-batches of short rows would be too large."""
     examples = draw_examples(40)
     longest = max(len(example.tokens) for example in examples)
@@ -149,17 +140,10 @@ def test_a_micro_batch_has_as_many_rows_as_fit_with_their_prefixes(random_model,
     assert max(taken) <= 4 * longest
 
 
-def test_every_block_has_a_prefix_of_its_own(random_model, draw_examples, batches_of):
-    model = prefixed(random_model())
-    WholeModel(model).accumulate(batches_of(draw_examples(3), 10**6), seed=0)
-    assert (gradient(model).abs().reshape(5, 4, -1).amax(dim=(0, 2)) > 0).all()
-
-
-def test_the_initial_prefix_is_peft_s_and_drawn_from_the_seed(checkpoint):
+def test_the_initial_prefix_depends_on_the_seed(base, checkpoint):
     state, config = initial_adapter(str(checkpoint), PREFIX, 3)
     again, _ = initial_adapter(str(checkpoint), PREFIX, 3)
     other, _ = initial_adapter(str(checkpoint), PREFIX, 4)
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, PREFIX, base.reference)
     assert state.keys() == {SAVED}
     assert {n: v.shape for n, v in state.items()} == {
@@ -176,38 +160,7 @@ def test_the_initial_prefix_is_peft_s_and_drawn_from_the_seed(checkpoint):
         load_adapter(model, {SAVED: state[SAVED][:-1]})
 
 
-def test_only_the_prefix_is_trained_and_in_float32(checkpoint):
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
-    model = attach_adapter(base.model.to(torch.bfloat16), PREFIX, base.reference)
-    (parameter,) = trainable_parameters(model).values()
-    assert parameter.dtype == torch.float32
-
-
-@pytest.mark.slow
-def test_a_saved_prefix_is_loaded_by_peft_alone(checkpoint, tmp_path):
-    state, config = initial_adapter(str(checkpoint), PREFIX, 3)
-    save_adapter(tmp_path / "adapter", state, config, "# A card\n")
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
-    ours = attach_adapter(base.model, PREFIX, base.reference).eval()
-    load_adapter(ours, state)
-    tokens = torch.arange(2, 12)[None]
-    torch.save(ours(input_ids=tokens).logits, tmp_path / "logits.pt")
-    theirs = """
-import sys, torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-model = PeftModel.from_pretrained(base, sys.argv[2] + "/adapter").eval()
-logits = model(input_ids=torch.arange(2, 12)[None]).logits
-torch.testing.assert_close(logits, torch.load(sys.argv[2] + "/logits.pt"), rtol=0, atol=1e-6)
-assert not any(name.split(".")[0] in {"finetuning", "split"} for name in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", theirs, str(checkpoint), str(tmp_path)], check=True)
-
-
-@pytest.mark.parametrize("adapter", [True, False], ids=["prefix", "base"])
-def test_generated_answers_are_the_likeliest_tokens_one_by_one(checkpoint, draw_examples, adapter):
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
+def test_generated_answers_are_the_likeliest_tokens_one_by_one(base, draw_examples):
     model = prefixed(base.model)
     examples = draw_examples(4, longest=12)
     prompts = [example.tokens[: example.prompt_length] for example in examples]
@@ -217,22 +170,12 @@ def test_generated_answers_are_the_likeliest_tokens_one_by_one(checkpoint, draw_
         for prompt in prompts:
             tokens = prompt.tolist()
             for _ in range(6):
-                forward = model if adapter else model.get_base_model()
-                tokens.append(int(forward(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+                tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
                 if tokens[-1] == base.tokenizer.eos_token_id:
                     break
             answer = tokens[len(prompt) :]
             expected.append(base.tokenizer.decode(answer, skip_special_tokens=True).strip())
-
-    def answers() -> list[str]:
-        return generate_texts(whole, base.tokenizer, prompts, 3, 6)
-
-    whole = WholeModel(model)
-    if adapter:
-        assert answers() == expected
-    else:
-        with whole.without_adapter():
-            assert answers() == expected
+    assert generate_texts(WholeModel(model), base.tokenizer, prompts, 3, 6) == expected
 
 
 @pytest.mark.parametrize(
@@ -256,9 +199,8 @@ def test_architectures_that_take_no_prefix_are_refused_by_name(tmp_path, archite
     assert 'adapter.kind = "prefix" does not support' in str(caught.value)
 
 
-def test_prefixes_and_gradient_checkpointing_are_refused(checkpoint, tmp_path):
-    directory = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
-    base = load_base_model(ModelSettings(name=str(directory), gradient_checkpointing=True))
+def test_prefixes_and_gradient_checkpointing_are_refused(checkpoint):
+    base = load_base_model(ModelSettings(name=str(checkpoint), gradient_checkpointing=True))
     with pytest.raises(BaseModelError, match=r"prefix.*checkpointing"):
         attach_adapter(base.model, PREFIX, base.reference)
 

@@ -77,7 +77,7 @@ def test_chatglm_is_glm(original, tmp_path, changes):
 
 
 @pytest.mark.parametrize("form", ["torch, old", "torch", "safetensors"])
-def test_files_of_any_size_and_format_convert_to_the_same_tensors(original, tmp_path, form):
+def test_files_of_any_format_convert_to_the_same_tensors(original, tmp_path, form):
     folder, tensors = original(CHATGLM, torch.float16, files=3)
     if form == "torch, old":
         for file in folder.glob("*.bin"):
@@ -118,7 +118,7 @@ def test_the_folder_is_a_base_model_and_says_where_it_comes_from(original, tmp_p
     assert (tmp_path / "converted" / "LICENSE").read_text() == "as is"
 
 
-def test_generation_ends_where_chatglm3_s_turn_ends(original, tmp_path):
+def test_generation_ends_where_turns_of_chatglm3_end(original, tmp_path):
     folder, _ = original(CHATGLM)
     convert(folder, tmp_path / "converted")
     base = load_base_model(ModelSettings(name=str(tmp_path / "converted"), dtype="float32"))
@@ -143,7 +143,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_what_can_t_be_converted_is_refused_by_name(tmp_path, sentencepiece_model, config, reason):
+def test_other_checkpoints_are_refused_by_name(tmp_path, sentencepiece_model, config, reason):
     tensors = draw(chatglm_shapes(CHATGLM))
     folder = write(tmp_path / "original", config, tensors)
     shutil.copy(sentencepiece_model(), folder / "tokenizer.model")

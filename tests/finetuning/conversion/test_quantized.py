@@ -12,7 +12,8 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 
 from finetuning.conversion.convert import convert
 from finetuning.conversion.plan import ConversionError
-from finetuning.model.base_model import BaseModelError, load_checkpoint
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_checkpoint
 from tests.finetuning.conftest import ROUTED, SIZES
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}

@@ -16,7 +16,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from finetuning.model.base_model import load_tokenizer
+from finetuning.model.tokenizer import load_tokenizer
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [

@@ -63,7 +63,7 @@ def test_what_is_ambiguous_or_missing_is_named(tmp_path, names, reason):
         find_parts(files_in(tmp_path, *names), "test")
 
 
-def test_a_task_s_part_comes_first(tmp_path):
+def test_the_part_of_a_task_comes_first(tmp_path):
     files_in(tmp_path, "test.jsonl", "val.jsonl", "train.jsonl")
     parts = find_parts(tmp_path, "val")
     assert [*parts.held_out, *parts.unused] == [tmp_path / "val.jsonl", tmp_path / "test.jsonl"]

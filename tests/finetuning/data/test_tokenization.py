@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetuning.data.chat_template import render
+from finetuning.data.chat_template import render_conversation
 from finetuning.data.formats import DataError
 from finetuning.data.prompts import tokenize_prompts
 from finetuning.data.tokenization import end_marks, tokenize, tokens_of_beginning
@@ -39,7 +39,7 @@ def generation_prompt(tokenizer, row):
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)
 @pytest.mark.parametrize("name", STYLES)
-def test_targets_are_every_answer_with_its_end_mark_and_nothing_else(tokenizer_of, kind, name):
+def test_targets_are_the_answers_with_their_end_marks(tokenizer_of, kind, name):
     style = STYLES[name]
     tokenizer = tokenizer_of(kind, style.template)
     examples, report = tokenize([row_of(*CONVERSATION)], tokenizer, 500)
@@ -66,19 +66,7 @@ def test_targets_are_every_answer_with_its_end_mark_and_nothing_else(tokenizer_o
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "chatml",
-        "marked",
-        "llama-2",
-        "thinking",
-        "thinking-or-not",
-        "end-at-end",
-        "no-marks",
-        "marks-before-lines",
-    ],
-)
+@pytest.mark.parametrize("name", [n for n in STYLES if n not in {"plain", "open-thought"}])
 @pytest.mark.parametrize("answer", ["Yes, void.", " Yes", "\n\nYes", "合同", "? Yes\n"])
 def test_the_prompt_is_the_one_that_generation_gets(tokenizer_of, kind, name, answer):
     tokenizer = tokenizer_of(kind, STYLES[name].template)
@@ -123,17 +111,19 @@ def test_the_plain_form_is_the_papers(tokenizer_of, kind):
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)
-def test_a_template_s_beginning_mark_is_not_doubled(tokenizer_of, kind):
+def test_the_beginning_mark_of_a_template_is_not_doubled(tokenizer_of, kind):
     tokenizer = tokenizer_of(kind, LLAMA_2)
     (example,), _ = tokenize([row_of(*CONVERSATION[:2])], tokenizer, 500)
     assert (example.tokens == tokenizer.bos_token_id).nonzero().flatten().tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL + OTHERS)
-def test_a_token_that_would_reach_from_the_prompt_into_the_answer_is_divided(tokenizer_of, kind):
+def test_tokens_across_prompt_and_answer_are_divided(tokenizer_of, kind):
     tokenizer = tokenizer_of(kind, NO_MARKS)
     row = question("Is it void?", "the court")
-    whole = tokenizer(render(row.messages, tokenizer)[0], add_special_tokens=False)["input_ids"]
+    whole = tokenizer(render_conversation(row.messages, tokenizer)[0], add_special_tokens=False)[
+        "input_ids"
+    ]
     prompt = generation_prompt(tokenizer, row)
     assert whole[: len(prompt)] != prompt  # " the" is one token
     (example,), _ = tokenize([row], tokenizer, 500)
@@ -164,7 +154,7 @@ def test_a_token_that_would_reach_from_the_prompt_into_the_answer_is_divided(tok
         "龘\u0301👩‍⚖️",
     ],
 )
-def test_marks_in_an_answer_s_text_don_t_move_its_borders(tokenizer_of, kind, template, answer):
+def test_marks_in_an_answer_do_not_move_its_borders(tokenizer_of, kind, template, answer):
     tokenizer = tokenizer_of(kind, template)
     style = next(style for style in STYLES.values() if style.template == template)
     row = question("assistant" + answer, answer)
@@ -196,7 +186,7 @@ def test_contents_open_and_end_no_turns(tokenizer_of, kind, name):
     assert all(hostile in text for hostile in HOSTILE) or kind not in BYTE_LEVEL
 
 
-def test_only_delimiters_among_ordinary_added_tokens_are_control_tokens(tokenizer_of):
+def test_delimiters_among_added_tokens_are_control_tokens(tokenizer_of):
     """DeepSeek's are not special tokens; nor are tags, with which answers may show reasoning."""
     tokenizer = copy.deepcopy(tokenizer_of("byte_level_bpe"))
     tokenizer.add_tokens(["<｜User｜>", "<think>", "</think>", "§§"])
@@ -211,7 +201,7 @@ def test_only_delimiters_among_ordinary_added_tokens_are_control_tokens(tokenize
 
 def test_what_is_trained_does_not_depend_on_the_day(tokenizer_of):
     tokenizer = tokenizer_of("byte_level_bpe", "{{ strftime_now('%d %b %Y') }}" + CHATML)
-    text, _ = render(row_of(*CONVERSATION).messages, tokenizer)
+    text, _ = render_conversation(row_of(*CONVERSATION).messages, tokenizer)
     assert text.startswith("26 Jul 2024<|im_start|>user")
 
 
@@ -297,7 +287,7 @@ def test_any_text_is_learned_exactly(tokenizer_of, kind, name, pairs):
     assert learned == [style.target(told) for _, told in pairs]
 
 
-def test_an_answer_without_anything_before_it_is_predicted_from_its_own_first_token(tokenizer_of):
+def test_an_answer_without_a_prompt_is_predicted_after_one_token(tokenizer_of):
     tokenizer = tokenizer_of("byte_level_bpe", "{% for m in messages %}{{ m.content }}{% endfor %}")
     (example,), report = tokenize([question("", "the court"), question("", "x")], tokenizer, 40)
     assert report.left_out == 1
@@ -305,7 +295,7 @@ def test_an_answer_without_anything_before_it_is_predicted_from_its_own_first_to
     assert example.is_target.tolist() == [False] + [True] * (len(example.tokens) - 1)
 
 
-def test_a_tokenizer_file_s_own_truncation_and_padding_are_not_used(tokenizer_of):
+def test_truncation_and_padding_of_a_tokenizer_are_not_used(tokenizer_of):
     tokenizer = copy.deepcopy(tokenizer_of("byte_level_bpe", CHATML))
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.backend_tokenizer.enable_padding(length=64)

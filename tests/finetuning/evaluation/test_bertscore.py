@@ -89,7 +89,7 @@ def test_an_empty_text_scores_nothing(encoder):
     assert bertscore([""], ["a claim"], one) == 0.0
 
 
-def test_what_can_t_be_used_is_refused(encoder, tmp_path):
+def test_unusable_encoders_are_refused(encoder, tmp_path):
     with pytest.raises(EncoderError, match="can't be used"):
         bertscore(["a"], ["a"], Encoder(str(tmp_path), 1))
     with pytest.raises(EncoderError, match="can't be used"):

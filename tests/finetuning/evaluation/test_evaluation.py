@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.held_out import held_out_loss
-from finetuning.model.base_model import load_base_model
-from finetuning.model.whole_model import WholeModel
-from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.settings import AdapterSettings
+from finetuning.whole_model import WholeModel
+from tests.finetuning.conftest import draw_weights
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "cohere", "gpt2"])
@@ -30,13 +30,10 @@ def test_held_out_loss_is_the_mean_over_all_targets(
 
 
 @pytest.fixture
-def model_and_tokenizer(checkpoint):
+def model_and_tokenizer(base):
     """The small checkpoint with an adapter that makes next-token predictions more certain."""
-    base = load_base_model(ModelSettings(name=str(checkpoint)))
     model = attach_adapter(base.model, AdapterSettings(targets="q_proj,v_proj"), base.reference)
-    torch.manual_seed(3)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = torch.randn_like(parameter)
+    draw_weights(model, seed=3)
     model.get_base_model().lm_head.weight.data *= 20
     return model, base.tokenizer
 
@@ -46,7 +43,7 @@ def drawn_prompts(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randint(2, 280, (length,), generator=generator) for length in lengths]
 
 
-def test_answers_end_at_the_template_s_mark_though_the_checkpoint_has_another(
+def test_answers_end_at_the_end_mark_of_the_template(
     model_and_tokenizer,
 ):
     """This happens with base models whose template is ChatML; training teaches its mark."""

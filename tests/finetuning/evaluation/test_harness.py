@@ -15,9 +15,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from finetuning.data.formats import DataError
-from finetuning.evaluation.harness import HarnessModel, harness_scores, loaded_tasks
-from finetuning.model.base_model import load_tokenizer
-from finetuning.model.whole_model import WholeModel
+from finetuning.evaluation.harness import HarnessModel, harness_scores, load_tasks
+from finetuning.model.tokenizer import load_tokenizer
+from finetuning.whole_model import WholeModel
 from tests.conftest import WORDS
 
 MARK = "xylophone"
@@ -154,7 +154,7 @@ def write_tasks(folder: Path, count: int = 9) -> Path:
 @pytest.mark.slow
 def test_a_task_with_local_data_has_the_same_scores(models, tmp_path):
     names = ["choice_local", "text_local"]
-    with loaded_tasks(names, write_tasks(tmp_path)) as manager:
+    with load_tasks(names, write_tasks(tmp_path)) as manager:
         ours, theirs = (harness_scores(model, names, manager, None) for model in models)
         limited = harness_scores(models[0], names[:1], manager, 4)
     assert ours == theirs
@@ -164,11 +164,11 @@ def test_a_task_with_local_data_has_the_same_scores(models, tmp_path):
     assert limited["choice_local"]["questions"] == 4
 
 
-def test_a_task_that_can_t_be_loaded_is_refused_by_name(tmp_path):
+def test_a_task_that_cannot_be_loaded_is_refused_by_name(tmp_path):
     folder = write_tasks(tmp_path)
     (folder / "rows.jsonl").unlink()
     reason = r"choice_local can't be loaded: FileNotFoundError: .*rows"
-    with pytest.raises(DataError, match=reason), loaded_tasks(["choice_local"], folder):
+    with pytest.raises(DataError, match=reason), load_tasks(["choice_local"], folder):
         pass
 
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.adapters.adapter import attach_adapter
 from finetuning.data.candidates import Continuation, candidate_batches
 from finetuning.data.formats import DataError
 from finetuning.evaluation.log_probabilities import log_probabilities
 from finetuning.model.output_head import output_head, target_log_probabilities
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import AdapterSettings
-from tests.finetuning.conftest import ARCHITECTURES, VOCABULARY
+from finetuning.whole_model import WholeModel
+from tests.finetuning.conftest import ARCHITECTURES, VOCABULARY, draw_weights
 
 
 def draw_groups(seed: int = 0) -> list[list[Continuation]]:
@@ -74,9 +74,7 @@ def test_prefixes_come_before_the_beginning(architecture, random_model):
     # A shorter window would include the padding between a prefix and its text.
     changes = {"sliding_window": 64} if architecture == "gemma2" else {}
     model = attach_adapter(random_model(architecture, **changes), adapter, "base").eval()
-    torch.manual_seed(1)
-    for parameter in trainable_parameters(model).values():
-        parameter.data = torch.randn_like(parameter)
+    draw_weights(model)
     groups = draw_groups()
     whole = WholeModel(model)
     found = log_probabilities(whole, groups, padding=0, max_tokens=90)

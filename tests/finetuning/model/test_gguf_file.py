@@ -1,8 +1,5 @@
 """A GGUF file as base model is read exactly and only once, or refused with a reason."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +8,12 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetuning.adapters.model_card import model_card
-from finetuning.model.base_model import BaseModelError, load_base_model, locate
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.model.checkpoint import client_parameters
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.gguf_file import origin_of
+from finetuning.model.locating import locate
 from finetuning.settings import ModelSettings
 from tests.gguf_files import write_gguf
 
@@ -76,31 +75,6 @@ def test_it_is_kept_by_its_content(checkpoint, tmp_path):
     assert locate(str(file.rename(tmp_path / "two.gguf"))) == first
     write_gguf(checkpoint, file, "Q8_0")
     assert locate(str(file)) != first
-
-
-@pytest.mark.slow
-def test_processes_that_ask_at_once_read_it_once(checkpoint, tmp_path):
-    file = write_gguf(checkpoint, tmp_path / "model.gguf")
-    code = (
-        "import sys; from finetuning.model import gguf_file as g\n"
-        "convert = g._convert\n"
-        "g._convert = lambda *given: (print('converts', file=sys.stderr), convert(*given))\n"
-        "from finetuning.model.base_model import locate; print(locate(sys.argv[1]))"
-    )
-    root = Path(__file__).parents[3]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(file)],
-            env=os.environ | {"PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert outputs[0][0] == outputs[1][0] == f"{locate(str(file))}\n", outputs
-    assert sum("converts" in errors for _, errors in outputs) == 1
 
 
 def refusal(file: Path) -> str:

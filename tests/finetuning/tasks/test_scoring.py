@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.scoring import score
-from finetuning.model.base_model import load_tokenizer
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.tokenizer import load_tokenizer
 from finetuning.tasks.reading import read_questions
-from finetuning.tasks.scoring import answer, prepare, score_answers
+from finetuning.tasks.scoring import answer_questions, prepare_questions, score_answers
 from finetuning.tasks.tasks import TASKS
+from finetuning.whole_model import WholeModel
 from tests.finetuning.tasks.conftest import ROWS
 
 TEMPLATE = (
@@ -51,8 +51,8 @@ def test_of_equally_likely_answers_the_first_is_chosen(checkpoint, write):
     questions = read_questions(write(ROWS["cb"]), TASKS["cb"])
     tokenizer = load_tokenizer(checkpoint)
     vocabulary = {text: len(tokenizer(text).input_ids) for text in ("yes", "no", "maybe")}
-    prepared = prepare(tokenizer, TASKS["cb"], questions, 200)
-    found = answer(Indifferent(), tokenizer, prepared, max_tokens=2000, new_tokens=6)
+    prepared = prepare_questions(tokenizer, TASKS["cb"], questions, 200)
+    found = answer_questions(Indifferent(), tokenizer, prepared, max_tokens=2000, new_tokens=6)
     assert found.texts == [min(vocabulary, key=vocabulary.__getitem__)]
 
 
@@ -65,8 +65,8 @@ def test_all_right_answers_share_the_probability(checkpoint, write):
     shares = dict(
         zip(question.candidates, torch.tensor(lengths).neg().double().softmax(0), strict=True)
     )
-    prepared = prepare(tokenizer, TASKS["record"], [question], 200)
-    found = answer(Indifferent(), tokenizer, prepared, max_tokens=2000, new_tokens=6)
+    prepared = prepare_questions(tokenizer, TASKS["record"], [question], 200)
+    found = answer_questions(Indifferent(), tokenizer, prepared, max_tokens=2000, new_tokens=6)
     assert shares["Bo Lee"] > 1e-3
     assert found.probabilities == pytest.approx([float(shares["Bo"] + shares["Bo Lee"])])
 
@@ -81,8 +81,8 @@ def test_texts_are_generated_greedily(name, model, checkpoint, write):
         expected.append(
             tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True).strip()
         )
-    prepared = prepare(tokenizer, TASKS[name], questions, 200)
-    found = answer(WholeModel(model), tokenizer, prepared, max_tokens=2000, new_tokens=6)
+    prepared = prepare_questions(tokenizer, TASKS[name], questions, 200)
+    found = answer_questions(WholeModel(model), tokenizer, prepared, max_tokens=2000, new_tokens=6)
     assert found.texts == expected
     scores = score(expected, [question.answers[0] for question in questions])
     for metric, value in score_answers(TASKS[name], questions, found).items():

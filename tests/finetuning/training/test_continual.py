@@ -6,24 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.model.whole_model import WholeModel
-from finetuning.training.continual import ContinualPenalty, importance, shuffled
-
-SHAPES = {"a": (2, 5), "b": (3,), "c": (4, 2)}
-
-
-def draw(seed: int, positive: bool = False) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    values = {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
-    return {name: value.abs() if positive else value for name, value in values.items()}
-
-
-def weights(seed: int) -> dict[str, torch.nn.Parameter]:
-    return {name: torch.nn.Parameter(value) for name, value in draw(seed).items()}
-
-
-def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([values[name].flatten() for name in SHAPES])
+from finetuning.training.continual import ContinualPenalty, importance, shuffle_importance
+from finetuning.whole_model import WholeModel
+from tests.finetuning.training.penalties import SHAPES, draw, flat, weights
 
 
 def paper_penalty(w: torch.Tensor, anchor: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -34,7 +19,7 @@ def paper_penalty(w: torch.Tensor, anchor: torch.Tensor, j: torch.Tensor) -> tor
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0.001, 10.0), st.booleans())
-def test_value_and_gradient_are_the_formula_s(seed, weight, has_gradient):
+def test_value_and_gradient_equal_the_formula(seed, weight, has_gradient):
     parameters, anchor, j = weights(seed), draw(seed + 1), draw(seed + 2, positive=True)
     with torch.no_grad():
         parameters["a"][0, 1] = anchor["a"][0, 1]  # |δ| has no derivative here; 0 is used
@@ -60,7 +45,7 @@ def test_value_and_gradient_are_the_formula_s(seed, weight, has_gradient):
     assert found == pytest.approx(share, rel=1e-4)
 
 
-def test_one_s_for_each_tensor_is_the_published_code_s_sum():
+def test_the_sum_over_tensors_equals_the_published_code():
     parameters, anchor, j = weights(0), draw(1), draw(2, positive=True)
     penalty = ContinualPenalty(parameters, anchor, j, 0.7, over="tensor")
     w = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
@@ -76,7 +61,7 @@ def test_one_s_for_each_tensor_is_the_published_code_s_sum():
 
 @pytest.mark.parametrize("over", ["all", "tensor"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_the_share_asked_for_is_the_share_whatever_importance_and_gradients_are(over, scale):
+def test_the_target_share_is_reached_for_any_scale(over, scale):
     parameters, loss_gradient = weights(0), draw(3)
     for name, parameter in parameters.items():
         parameter.grad = loss_gradient[name].clone()
@@ -88,37 +73,19 @@ def test_the_share_asked_for_is_the_share_whatever_importance_and_gradients_are(
     assert float(pull.norm() / (pull.norm() + theirs)) == pytest.approx(0.3, rel=1e-4)
 
 
-def test_shuffled_importance_keeps_each_tensor_s_values_in_other_places():
+def test_shuffling_moves_values_within_each_tensor():
     j = draw(2, positive=True)
-    first, again, other = shuffled(j, 1), shuffled(dict(reversed(j.items())), 1), shuffled(j, 2)
+    first, again, other = (
+        shuffle_importance(j, 1),
+        shuffle_importance(dict(reversed(j.items())), 1),
+        shuffle_importance(j, 2),
+    )
     for name, value in j.items():
         assert torch.equal(first[name].flatten().sort().values, value.flatten().sort().values)
         assert first[name].shape == value.shape
         assert torch.equal(first[name], again[name])
     assert not torch.equal(flat(first), flat(j))
     assert not torch.equal(flat(first), flat(other))
-
-
-def test_nothing_pulls_where_training_starts_and_something_once_weights_have_moved():
-    parameters = weights(0)
-    anchor = {name: p.detach().clone() for name, p in parameters.items()}
-    penalty = ContinualPenalty(parameters, anchor, draw(1, positive=True), 1.0)
-    assert penalty.value() == penalty.distance() == 0.0
-    assert penalty.add_gradient() == 0.0
-    assert not any(p.grad.any() for p in parameters.values())
-
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
-    for parameter in parameters.values():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    moved = penalty.value()
-    assert moved > 0
-    penalty.add_gradient()
-    # Every weight decreased, so the penalty's gradient increases every weight again.
-    assert all((p.grad < 0).all() for p in parameters.values())
-    torch.optim.SGD(parameters.values(), lr=1e-3).step()
-    assert penalty.value() < moved
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -139,7 +106,7 @@ def test_anchor_and_importance_are_copies(shared):
     assert penalty.distance() == moved
 
 
-def test_without_weight_gradients_stay_bit_for_bit_and_the_distance_is_reported():
+def test_without_weight_only_the_distance_is_measured():
     parameters, before = weights(0), draw(3)
     for name, parameter in parameters.items():
         parameter.grad = before[name].clone()
@@ -149,7 +116,10 @@ def test_without_weight_gradients_stay_bit_for_bit_and_the_distance_is_reported(
     assert all(torch.equal(p.grad, before[name]) for name, p in parameters.items())
 
 
-def test_importance_equals_a_plain_loop(adapted, draw_examples, batches_of, reference_loss):
+@pytest.mark.parametrize("training", [True, False])
+def test_importance_equals_a_loop_and_leaves_the_model(
+    adapted, draw_examples, batches_of, reference_loss, training
+):
     model = adapted(dropout=0.5)
     examples = draw_examples(5)
     parameters = trainable_parameters(model)
@@ -160,26 +130,18 @@ def test_importance_equals_a_plain_loop(adapted, draw_examples, batches_of, refe
         found.append({name: p.grad for name, p in parameters.items()})
         for parameter in parameters.values():
             parameter.grad = None
-    model.train()
+    model.train(training)
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    weights_before = {name: p.clone() for name, p in model.named_parameters()}
     j = importance(WholeModel(model), batches_of(examples, 1))
+    assert all(module.training == training for module in model.modules())
+    assert all((p.grad == 3.0).all() for p in parameters.values())
+    after = dict(model.named_parameters())
+    assert all(torch.equal(value, after[name]) for name, value in weights_before.items())
     assert j.keys() == parameters.keys()
     for name, value in j.items():
         stacked = torch.stack([gradient[name] for gradient in found])
         expected = stacked.abs().mean(0)
         assert expected.any()
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_importance_leaves_the_model_as_it_was(adapted, draw_examples, batches_of, training):
-    model = adapted(dropout=0.5).train(training)
-    parameters = trainable_parameters(model)
-    for parameter in parameters.values():
-        parameter.grad = torch.full_like(parameter, 3.0)
-    weights_before = {name: p.clone() for name, p in model.named_parameters()}
-    modes_before = [module.training for module in model.modules()]
-    importance(WholeModel(model), batches_of(draw_examples(4), 30))
-    assert [module.training for module in model.modules()] == modes_before
-    assert all((p.grad == 3.0).all() for p in parameters.values())
-    after = dict(model.named_parameters())
-    assert all(torch.equal(value, after[name]) for name, value in weights_before.items())

@@ -6,26 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetuning.training.proximal import ProximalPenalty
-
-SHAPES = {"a": (2, 5), "b": (3,), "c": (4, 2)}
-
-
-def draw(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def weights(seed: int) -> dict[str, torch.nn.Parameter]:
-    return {name: torch.nn.Parameter(value) for name, value in draw(seed).items()}
-
-
-def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([values[name].flatten() for name in SHAPES])
+from tests.finetuning.training.penalties import draw, flat, weights
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0.001, 10.0), st.booleans())
-def test_value_and_gradient_are_the_formula_s(seed, mu, has_gradient):
+def test_value_and_gradient_equal_the_formula(seed, mu, has_gradient):
     parameters, anchor, loss_gradient = weights(seed), draw(seed + 1), draw(seed + 2)
     if has_gradient:
         for name, parameter in parameters.items():
@@ -46,14 +32,3 @@ def test_value_and_gradient_are_the_formula_s(seed, mu, has_gradient):
         assert torch.equal(found, flat(exact))
     theirs = flat(loss_gradient).norm() if has_gradient else 0.0
     assert share == pytest.approx(float(pull.norm() / (pull.norm() + theirs)), rel=1e-4)
-
-
-def test_the_anchor_is_a_copy_even_of_the_weights_own_memory():
-    parameters = weights(0)
-    penalty = ProximalPenalty(parameters, {name: p.data for name, p in parameters.items()}, 1.0)
-    assert penalty.distance() == penalty.value() == 0.0
-    with torch.no_grad():
-        for parameter in parameters.values():
-            parameter.add_(0.5)
-    count = sum(p.numel() for p in parameters.values())
-    assert penalty.distance() == pytest.approx(0.5 * count**0.5)

@@ -12,11 +12,11 @@ from transformers import get_scheduler
 
 from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_parameters
 from finetuning.data.tokenization import Example
-from finetuning.model.whole_model import WholeModel
 from finetuning.settings import TrainSettings
 from finetuning.training.loop import DeadlineError, LocalRound, TrainingReport, train_round
 from finetuning.training.optimization import OptimizerState, squared_norm
 from finetuning.training.proximal import ProximalPenalty
+from finetuning.whole_model import WholeModel
 from tests.finetuning.conftest import ARCHITECTURES, HYBRIDS
 
 
@@ -79,36 +79,6 @@ def test_step_equals_the_library_own_forward_on_one_padded_batch(
         assert_close(gradients(model), expected)
 
 
-def test_loss_of_many_targets_equals_the_library_own(
-    adapted, draw_examples, reference_loss, batches_of
-):
-    model = adapted()
-    examples = draw_examples(60, longest=50)
-    loss = reference_loss(model, examples)
-    loss.backward()
-    expected = gradients(model)
-    batches = batches_of(examples, 10**6)
-    summed = WholeModel(model).accumulate(batches, seed=0)
-    assert len(batches) == 1 and len(batches[0].labels) > 600
-    assert summed[0] / len(batches[0].labels) == pytest.approx(loss.item(), rel=1e-5)
-    assert_close(gradients(model), expected)
-
-
-def test_an_adapted_output_head_gets_the_library_own_gradient(
-    random_model, draw_examples, reference_loss, batches_of
-):
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    model = get_peft_model(random_model(), config)
-    examples = draw_examples(5)
-    reference_loss(model, examples).backward()
-    expected = gradients(model)
-    WholeModel(model).accumulate(batches_of(examples, 40), seed=0)
-    assert any("lm_head" in name for name in expected)
-    assert_close(gradients(model), expected)
-
-
 @pytest.mark.parametrize(("kind", "maximum"), [("adam", 0.05), ("adam", 0.0), ("adamw", 0.05)])
 def test_a_round_equals_plain_torch(adapted, draw_examples, reference_loss, kind, maximum):
     examples = draw_examples(12)
@@ -164,7 +134,7 @@ def test_squares_that_no_float32_holds_are_summed():
     assert squared_norm(gradients) == pytest.approx(7e40, rel=1e-5)
 
 
-def test_gradients_that_an_interrupted_round_has_left_are_dropped(adapted, draw_examples):
+def test_gradients_left_by_an_interrupted_round_are_dropped(adapted, draw_examples):
     left, fresh = adapted(), adapted()
     for parameter in trainable_parameters(left).values():
         parameter.grad = torch.ones_like(parameter)
@@ -172,17 +142,6 @@ def test_gradients_that_an_interrupted_round_has_left_are_dropped(adapted, draw_
         train(model, draw_examples(3), [[0, 1, 2]], TrainSettings())
     theirs = export_adapter(fresh)
     assert all(torch.equal(value, theirs[name]) for name, value in export_adapter(left).items())
-
-
-def test_training_lowers_the_loss_and_leaves_the_base_model(adapted, draw_examples):
-    model = adapted()
-    before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    settings = TrainSettings(learning_rate=2e-2)
-    report, _ = train(model, draw_examples(6), [range(6)] * 15, settings)
-    assert report.losses[-1] < 0.8 * report.losses[0]
-    assert not any(p.grad is not None for p in model.parameters())
-    after = dict(model.named_parameters())
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -254,7 +213,7 @@ def test_the_optimizer_state_of_another_adapter_is_refused(adapted, draw_example
         train(adapted(), examples, [[0]], TrainSettings(), state=state)
 
 
-def test_a_deadline_that_has_passed_names_the_setting_and_keeps_the_adapter(adapted, draw_examples):
+def test_a_deadline_names_the_setting_and_keeps_the_adapter(adapted, draw_examples):
     model = adapted()
     before = export_adapter(model)
     with pytest.raises(DeadlineError, match=r"0 of 3 steps.*round-timeout"):
@@ -263,7 +222,7 @@ def test_a_deadline_that_has_passed_names_the_setting_and_keeps_the_adapter(adap
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_stops_before_the_weights_change(adapted, draw_examples, value):
+def test_a_loss_that_is_not_finite_changes_no_weights(adapted, draw_examples, value):
     model = adapted()
     model.get_base_model().lm_head.weight.data[3] = value
     before = export_adapter(model)

@@ -16,7 +16,7 @@ from finetuning.adapters.adapter import (
     save_adapter,
     trainable_parameters,
 )
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.settings import AdapterSettings
 from split.model.adapters import join_adapters, take_apart
 from split.model.partition import PARTIES, Partition

@@ -13,8 +13,9 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from pydantic import ValidationError
 
-from finetuning.model.base_model import BaseModelError, outline
-from finetuning.model.placement import device_map, hand_over, path_of_blocks, spread
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import outline
+from finetuning.model.placement import assign_blocks, device_map, hand_over, path_of_blocks
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.devices import body_devices, map_of_part
 from split.model.key_values import KeyValues
@@ -40,13 +41,13 @@ PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
     ],
 )
 def test_blocks_are_spread_in_order_and_by_room(sizes, room, expected):
-    assert spread(sizes, room) == expected
+    assert assign_blocks(sizes, room) == expected
 
 
 def test_no_device_of_equal_ones_has_more_than_its_share_and_a_block():
     for blocks in range(1, 50):
         for devices in range(1, 9):
-            places = spread([3] * blocks, [7] * devices)
+            places = assign_blocks([3] * blocks, [7] * devices)
             assert places == sorted(places)
             shares = [places.count(device) for device in range(devices)]
             assert max(shares) - min(shares) <= 1

@@ -13,10 +13,11 @@ from scipy.stats import chisquare
 from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
 from finetuning.data.batching import collate
 from finetuning.devices import default_device
+from finetuning.errors import BaseModelError
 from finetuning.model import drafts
-from finetuning.model.base_model import BaseModelError, load_checkpoint
-from finetuning.model.whole_model import WholeModel
+from finetuning.model.base_model import load_checkpoint
 from finetuning.settings import AdapterSettings, ModelSettings
+from finetuning.whole_model import WholeModel
 from split.model import key_values
 from split.model.adapters import take_apart
 from split.model.key_values import KeyValues, pad

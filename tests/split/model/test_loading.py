@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import split.model.checkpoint
-from finetuning.model.base_model import BaseModelError, load_base_model, outline
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model, outline
 from finetuning.model.fingerprint import differences, fingerprint
 from finetuning.model.tensor_names import full_names
 from finetuning.settings import ModelSettings

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finetuning.model.base_model import BaseModelError, load_base_model
+from finetuning.errors import BaseModelError
+from finetuning.model.base_model import load_base_model
 from finetuning.settings import ModelSettings
 from split.model.exactness import check_exactness
 from split.model.loading import load_parts, tensors_of

@@ -13,8 +13,8 @@ from finetuning.adapters.adapter import (
     trainable_parameters,
 )
 from finetuning.adapters.prefixes import SAVED, BlockPrefixes
+from finetuning.errors import BaseModelError
 from finetuning.model.backbone_inputs import left_padding
-from finetuning.model.base_model import BaseModelError
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness

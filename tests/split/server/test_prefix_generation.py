@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetuning.adapters.prefixes import BlockPrefixes
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.settings import ModelSettings
 from split.model.exactness import check_exactness
 from split.model.key_values import KeyValues

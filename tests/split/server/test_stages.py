@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from finetuning.data.batching import collate
-from finetuning.model.base_model import BaseModelError
+from finetuning.errors import BaseModelError
 from finetuning.settings import ModelSettings
 from split.model.adapters import take_apart
 from split.model.partition import partition_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetuning.adapters.adapter import export_adapter, load_adapter, trainable_parameters
-from finetuning.adapters.robust_aggregation import distance
+from finetuning.aggregation.robust_aggregation import distance
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.training.optimization import make_optimizer

@@ -10,7 +10,7 @@ import torch
 from peft.utils.integrations import map_cache_to_layer_device_map
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.adapters.prefixes import columns_of, prefix_cache, shifted, with_dropout
+from finetuning.adapters.prefixes import columns_of, drop_positions, prefix_cache, shift_inputs
 from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
@@ -203,7 +203,7 @@ class WholeModel:
         before, each = self.columns_before, batch.endings_each
         lengths = batch.beginning_lengths.to(self._device)
         inputs = left_padding(self._backbone, lengths, batch.beginnings.shape[1])
-        inputs = shifted(inputs, before)
+        inputs = shift_inputs(inputs, before)
         cache = self._empty_cache(len(lengths))
 
         def compute(tokens: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ class WholeModel:
 
             return DynamicCache(config=self._config)
         rate = self._prefix_dropout * self.peft_model.training
-        prefix = with_dropout(self._prefix, rows, rate)
+        prefix = drop_positions(self._prefix, rows, rate)
         blocks = dict(enumerate(torch.split(prefix, columns_of(self._config), dim=-1)))
         cache = prefix_cache(
             prefixes=blocks,

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetuning.adapters.robust_aggregation import (
+from finetuning.aggregation.robust_aggregation import (
     ImportanceCap,
     believed_sizes,
     counted_sizes,
     distance,
-    scaled,
+    scale_update,
     update_caps,
     update_factors,
 )
@@ -34,7 +34,7 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
 
 
 @given(distances, st.dictionaries(st.sampled_from(NAMES), st.floats(1, 10)))
-def test_an_update_is_capped_at_a_multiple_of_the_median_of_the_others(values, caps):
+def test_an_update_is_capped_relative_to_the_median_of_others(values, caps):
     factors = update_factors(values, caps)
     moved = {name: value for name, value in values.items() if value > 0}
     for name, value in values.items():
@@ -48,7 +48,7 @@ def test_an_update_is_capped_at_a_multiple_of_the_median_of_the_others(values, c
 
 
 @given(sizes, sizes, st.floats(1, 10))
-def test_sizes_are_limited_by_agreements_or_the_median_of_the_others(values, agreed, most):
+def test_sizes_are_limited_by_agreements_or_the_median(values, agreed, most):
     """Without an agreement, the product of size and distance is limited like the distance."""
     known = {name: min(size, agreed.get(name, size)) for name, size in values.items()}
     believed, caps = believed_sizes(values, agreed), update_caps(values, agreed, most)
@@ -64,11 +64,11 @@ def test_sizes_are_limited_by_agreements_or_the_median_of_the_others(values, agr
 @given(st.integers(0, 100), st.floats(1e-9, 1.0))
 def test_a_scaled_update_is_as_long_as_it_may_be(seed, factor):
     state, reference = drawn(seed), drawn(seed + 1)
-    result = scaled(state, reference, factor)
+    result = scale_update(state, reference, factor)
     assert distance(result, reference) == pytest.approx(
         factor * distance(state, reference), rel=1e-5, abs=1e-6
     )
-    assert scaled(state, reference, 1.0) is state
+    assert scale_update(state, reference, 1.0) is state
 
 
 @given(sizes, st.floats(0.01, 1.0))
@@ -125,7 +125,7 @@ def test_honest_importance_stays_bit_for_bit(count, seed):
 
 
 @pytest.mark.parametrize(("share", "is_capped"), [(0.099, False), (0.101, True)])
-def test_what_is_above_five_times_the_typical_is_compared_with_the_rest(share, is_capped):
+def test_excess_importance_is_compared_with_the_rest(share, is_capped):
     clients = {name: {"A": torch.ones(1000), "B": torch.zeros(10)} for name in NAMES[:3]}
     clients["alpha"]["A"][0] = 5 + share * (999 + 5)
     _, factors = capped(clients)

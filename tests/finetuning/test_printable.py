@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from split.protocol.errors import printable
+from finetuning.errors import printable
 
 ANYTHING = st.text(st.characters(exclude_categories=()))  # lone surrogates included
 

@@ -47,28 +47,34 @@ def update_factors(distances: Mapping[str, float], caps: Mapping[str, float]) ->
     """
     moved = [each for each in distances.values() if each > 0]
     median = median_low(moved) if moved else 0.0
-    most = {name: caps.get(name, MAX_DISTANCE) * median for name in distances}
-    return {n: most[n] / each if each > most[n] else 1.0 for n, each in distances.items()}
+    max_distances = {name: caps.get(name, MAX_DISTANCE) * median for name in distances}
+    return {
+        n: max_distances[n] / each if each > max_distances[n] else 1.0
+        for n, each in distances.items()
+    }
 
 
 def update_caps(
-    sizes: Mapping[str, int], agreed: Mapping[str, int] | None, most: float
+    sizes: Mapping[str, int], agreed: Mapping[str, int] | None, max_ratio: float
 ) -> dict[str, float]:
     """Return each client's maximum ratio of its update's norm to the median norm.
 
-    It is ``most``, except for a client without an agreement (``sizes`` and ``agreed`` are those of
-    ``believed_sizes``): then ``most`` is divided by the ratio of the client's data size, as
-    ``believed_sizes`` returns it, to the median data size if this ratio is above 1. Otherwise, a
-    client could exceed the typical influence, which is the product of weight and norm, by the
-    product of both caps.
+    It is ``max_ratio``, except for a client without an agreement (``sizes`` and ``agreed`` are
+    those of ``believed_sizes``): then ``max_ratio`` is divided by the ratio of the client's data
+    size, as ``believed_sizes`` returns it, to the median data size if this ratio is above 1.
+    Otherwise, a client could exceed the typical influence, which is the product of weight and norm,
+    by the product of both caps.
     """
     believed = believed_sizes(sizes, agreed)
     known = sizes.keys() if agreed is None else agreed.keys()
     median = median_low(believed.values()) if believed else 1
-    return {n: most if n in known else most / max(1.0, s / median) for n, s in believed.items()}
+    return {
+        n: max_ratio if n in known else max_ratio / max(1.0, s / median)
+        for n, s in believed.items()
+    }
 
 
-def scaled(state: State, reference: Mapping[str, torch.Tensor], factor: float) -> State:
+def scale_update(state: State, reference: Mapping[str, torch.Tensor], factor: float) -> State:
     """Scale an adapter's difference from ``reference``; return ``state`` itself if factor is 1."""
     if factor == 1:
         return state
@@ -87,25 +93,25 @@ def believed_sizes(sizes: Mapping[str, int], agreed: Mapping[str, int] | None) -
     if agreed is None or not sizes:
         return dict(sizes)
     known = {name: min(size, agreed.get(name, size)) for name, size in sizes.items()}
-    most = int(MAX_SIZE * median_low(known.values()))
-    return {n: size if n in agreed else min(size, most) for n, size in known.items()}
+    max_size = int(MAX_SIZE * median_low(known.values()))
+    return {n: size if n in agreed else min(size, max_size) for n, size in known.items()}
 
 
-def counted_sizes(sizes: Mapping[str, int], largest: float) -> dict[str, int]:
-    """Return data sizes to use in averages; none exceeds the share ``largest`` of their sum.
+def counted_sizes(sizes: Mapping[str, int], max_share: float) -> dict[str, int]:
+    """Return data sizes to use in averages; none exceeds the share ``max_share`` of their sum.
 
     The size of a larger client is reduced to this share, which must be above 0 and at most 1. If
     the share is too small for the number of clients, all returned sizes are equal.
     """
     ordered = sorted(sizes.values(), reverse=True)
     for capped, size in enumerate(ordered):
-        rest, left = sum(ordered[capped:]), 1 - capped * largest
+        rest, left = sum(ordered[capped:]), 1 - capped * max_share
         if left <= 0:
             break
         # The sum of the returned sizes is rest ÷ left.
-        if size * left <= largest * rest:
-            most = max(size, int(largest * rest / left)) if capped else size
-            return {name: min(each, most) for name, each in sizes.items()}
+        if size * left <= max_share * rest:
+            max_size = max(size, int(max_share * rest / left)) if capped else size
+            return {name: min(each, max_size) for name, each in sizes.items()}
     return dict.fromkeys(sizes, min(ordered, default=1))
 
 
@@ -126,7 +132,7 @@ class ImportanceCap:
     J of single weights is heavy-tailed even for honest clients. Therefore a client's J is accepted
     unchanged unless the amounts above 5 times the typical values sum to more than a tenth of the
     rest. In that case each of the client's values is capped at the typical value. (With a cap that
-    is 5 times as high, a J of 1 everywhere would still inflate the penalty of FedJudge Eq. 4.)
+    is 5 times as high, a J of 1 everywhere would still inflate the penalty of FedJudge Eq. 3.)
 
     Call `add` for every tensor before the first call of `cap`.
     """
@@ -139,9 +145,9 @@ class ImportanceCap:
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
         """Add one tensor of each client's J, keyed by client."""
         stacked = torch.stack(list(values.values())).double()
-        most = _MAX_IMPORTANCE * typical_importance(stacked)
+        limit = _MAX_IMPORTANCE * typical_importance(stacked)
         for name, value in zip(values, stacked, strict=True):
-            below = float(value.minimum(most).sum())
+            below = float(value.minimum(limit).sum())
             self._below[name] = self._below.get(name, 0.0) + below
             self._above[name] = self._above.get(name, 0.0) + float(value.sum()) - below
 

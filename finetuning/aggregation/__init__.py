@@ -1,0 +1,1 @@
+"""Averages of adapters, and caps on a single client's influence."""
