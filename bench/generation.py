@@ -54,7 +54,8 @@ from bench.job import (
     serving,
 )
 from bench.proxy import Proxy
-from chambers.models import Source, find_draft
+from chambers.model_source import ModelSource
+from chambers.models import find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.generation import GREEDY, Answering
 from finetuning.model.base_model import load_tokenizer, locate
@@ -164,7 +165,7 @@ def compare_with_whole(core: Collection[int], pairs: int) -> None:
 def compare_drafts(core: Collection[int], pairs: int) -> None:
     """Measure generation with and without drafts, and print the table."""
     job, tokenizer = smollm2()
-    draft = find_draft("prompt", tokenizer, [Source(FLOAT32, job.directory)]).settings
+    draft = find_draft("prompt", tokenizer, [ModelSource(FLOAT32, job.directory)]).settings
     prompts = tokenize_prompts(prompt_rows([*_PROMPTS.values()]), tokenizer)
     table = make_table(
         *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")

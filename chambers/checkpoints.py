@@ -17,7 +17,7 @@ from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import SavedAdapter, read_adapter
 
 if TYPE_CHECKING:
-    from chambers.models import Source
+    from chambers.model_source import ModelSource
     from finetuning.data.rows import Row
 
 # Maximum number of rows on which a merged model's loss is compared with the adapter's, and the
@@ -127,13 +127,13 @@ class Merge:
         return 0
 
     def _merge(self, adapter: SavedAdapter, run: RunFolder | None, options: AdapterOptions) -> None:
-        from chambers.models import find
+        from chambers.models import find_source
         from finetuning.adapters.merging import fetch_licence, merge, save_merged
         from finetuning.adapters.model_card import merged_card
 
         losses = _losses(run, self.adapter) if run else {}
         rows, origin = _held_out(run, self.data)
-        source = find(options, None)
+        source = find_source(options, None)
         name, trained = source.settings.name, trained_on(adapter, run)
         quantization = self.quantization or trained or "none"
         as_trained = source.settings.model_copy(update={"quantization": trained or quantization})
@@ -230,9 +230,9 @@ def _held_out(run: RunFolder | None, file: Path | None) -> "tuple[list[Row], str
     ], f"held-out rows in {settings.path}" if settings.path else "generated rows"
 
 
-def _loss(source: "Source", rows: "list[Row]") -> float:
+def _loss(source: "ModelSource", rows: "list[Row]") -> float:
     """Return a model's loss on the targets of rows, in nats per token."""
-    from chambers.models import opened
+    from chambers.models import load_source
     from finetuning.data.tokenization import tokenize
     from finetuning.evaluation.held_out import held_out_loss
     from finetuning.model.base_model import load_tokenizer
@@ -242,7 +242,7 @@ def _loss(source: "Source", rows: "list[Row]") -> float:
     longest = min(_LONGEST, trained_positions(source.directory))
     examples, _ = tokenize(rows, tokenizer, int(longest))
     model: Any
-    with opened(source) as model:
+    with load_source(source) as model:
         return held_out_loss(model, examples, tokenizer.pad_token_id, 4).loss
 
 

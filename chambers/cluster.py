@@ -14,6 +14,7 @@ from typing import Any
 from chambers.actors import Machine, gpus_of_each, in_memory_of, trains_at_once
 from chambers.errors import CommandError
 from federation.run_config import RunConfig, Scalar
+from split.address import parse_address
 
 _PACKAGES = ("ray", "flwr", "torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 _PROBE_SECONDS = 1800.0  # a host may have to digest a large model
@@ -34,8 +35,7 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
     # As on a single machine, each actor has one thread, so that results are equal.
     job = {"runtime_env": {"working_dir": str(app), "env_vars": {"OMP_NUM_THREADS": "1"}}}
     try:
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()  # Ray retries
+        socket.create_connection(parse_address(address), timeout=10).close()  # Ray retries
         ray.init(address, log_to_driver=False, logging_level="ERROR", **job)
         here = ray.util.get_node_ip_address()
         with NamedTemporaryFile(dir=config.state_path) as shared:

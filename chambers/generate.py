@@ -14,7 +14,8 @@ from finetuning.data.rows import Row
 from finetuning.files import filling, json_text
 
 if TYPE_CHECKING:
-    from chambers.models import Draft, Source
+    from chambers.model_source import ModelSource
+    from chambers.models import Draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,10 @@ class Generate(AdapterOptions):
         """Generate the texts."""
         self._check()
         rows = self._rows()
-        from chambers.models import check_length, find, find_draft, opened
+        from chambers.models import check_length, find_draft, find_source, load_source
         from finetuning.model.base_model import load_tokenizer
 
-        source = find(self, self.invitation)
+        source = find_source(self, self.invitation)
         tokenizer = load_tokenizer(source.directory)
         prompts = tokenize_prompts(rows, tokenizer)
         lengths = [(len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)]
@@ -81,7 +82,7 @@ class Generate(AdapterOptions):
         check_length(source, max(lengths), self.max_new_tokens + draft.room)
         if source.adapter is None:
             print("no --adapter: the base model answers", file=sys.stderr)
-        with opened(source) as model, ExitStack() as stack:
+        with load_source(source) as model, ExitStack() as stack:
             output: TextIO = sys.stdout
             if self.output:
                 stack.enter_context(filling(self.output.absolute().parent))
@@ -131,7 +132,12 @@ class Generate(AdapterOptions):
         return prompt_rows(prompts)
 
     def _texts(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source", draft: "Draft"
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Any],
+        source: "ModelSource",
+        draft: "Draft",
     ) -> Iterator[str]:
         """Generate in batches of prompts of similar length; yield texts in the prompts' order."""
         from finetuning.evaluation.generation import generate_texts, sampling

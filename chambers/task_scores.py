@@ -2,22 +2,21 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from chambers.errors import CommandError
-from chambers.models import Source, check_length, opened
+from chambers.model_source import ModelSource
+from chambers.models import check_length, load_source
 from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, bertscore
 from finetuning.model.base_model import load_tokenizer
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import Model, Prepared, answer, majority_class, prepare, score_answers
 from finetuning.tasks.tasks import TASKS
-
-if TYPE_CHECKING:
-    from chambers.evaluate import Evaluate
 
 # Keyed by task: the number of questions, the metrics of the most frequent answer, and each model's
 # metrics and duration in seconds.
@@ -27,9 +26,19 @@ Harness = tuple[Sequence[str], Any]
 _MAJORITY = "majority"
 
 
-def measure(
-    options: "Evaluate",
-    sources: Mapping[str, Source],
+@dataclass(frozen=True)
+class TaskLimits:
+    """Limits of a measurement."""
+
+    batch_tokens: int  # maximum number of padded tokens processed at once
+    prompt_tokens: int  # to which prompts of tasks with generated answers are truncated
+    new_tokens: int  # maximum number of tokens per answer
+    rows: int | None  # number of rows of each of lm-evaluation-harness' tasks; None for all
+
+
+def score_models(
+    limits: TaskLimits,
+    sources: Mapping[str, ModelSource],
     questions: Mapping[str, Sequence[Question]],
     encoder: Encoder | None,
     harness: Harness | None,
@@ -41,11 +50,11 @@ def measure(
     as soon as they are computed. Raise ``UserError`` if a question is too long, or a model can't be
     used.
     """
-    prepared = {name: _prepare(options, source, questions) for name, source in sources.items()}
+    prepared = {name: _prepare(limits, source, questions) for name, source in sources.items()}
     for model_name, source in sources.items():
         tokenizer, tasks = prepared[model_name]
-        with opened(source) as model:
-            max_tokens = min(options.batch_tokens, source.max_tokens)
+        with load_source(source) as model:
+            max_tokens = min(limits.batch_tokens, source.max_tokens)
             for name, tokenized in tasks.items():
                 task, own = tokenized.task, tokenized.questions
                 started = time.perf_counter()
@@ -54,7 +63,7 @@ def measure(
                     tokenizer=tokenizer,
                     prepared=tokenized,
                     max_tokens=max_tokens,
-                    new_tokens=options.max_new_tokens,
+                    new_tokens=limits.new_tokens,
                 )
                 seconds = time.perf_counter() - started
                 metrics = score_answers(task, own, answers)
@@ -68,7 +77,7 @@ def measure(
                     kept["bertscore"] = bertscore(answers.texts, references, encoder)
             if harness is not None:
                 for name, found in _harness_scores(
-                    options=options,
+                    limits=limits,
                     harness=harness,
                     model=model,
                     tokenizer=tokenizer,
@@ -79,7 +88,7 @@ def measure(
 
 
 def _harness_scores(
-    options: "Evaluate", harness: Harness, model: Model, tokenizer: Any, source: Source
+    limits: TaskLimits, harness: Harness, model: Model, tokenizer: Any, source: ModelSource
 ) -> dict[str, dict[str, Any]]:
     from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
 
@@ -87,20 +96,20 @@ def _harness_scores(
     seen = HarnessModel(
         model=model,
         tokenizer=tokenizer,
-        max_tokens=min(options.batch_tokens, source.max_tokens),
+        max_tokens=min(limits.batch_tokens, source.max_tokens),
         max_length=min(
             max_positions(source.directory, tokenizer) - source.columns_before,
             source.max_prompt_length,
         ),
     )
     try:
-        return harness_scores(model=seen, names=names, manager=manager, limit=options.limit)
+        return harness_scores(model=seen, names=names, manager=manager, limit=limits.rows)
     except DataError as error:
-        raise CommandError(f"{error}; --batch-tokens is {options.batch_tokens}") from error
+        raise CommandError(f"{error}; --batch-tokens is {limits.batch_tokens}") from error
 
 
-def render(scores: Scores) -> None:
-    """Print a table of scores; multiply them by 100, except for tasks of the harness."""
+def print_scores(scores: Scores) -> None:
+    """Print a table; multiply them by 100, except for tasks of the harness."""
     models = list(next(iter(scores.values()))["models"])
     table = Table()
     for column in ("task", "questions", "metric", _MAJORITY, *models):
@@ -123,13 +132,13 @@ def _shown(task: str, value: float) -> str:
 
 
 def _prepare(
-    options: "Evaluate", source: Source, questions: Mapping[str, Sequence[Question]]
+    limits: TaskLimits, source: ModelSource, questions: Mapping[str, Sequence[Question]]
 ) -> tuple[Any, dict[str, Prepared]]:
     """Tokenize the questions and check their lengths before weights are loaded."""
     tokenizer = load_tokenizer(source.directory)
     prepared = {
         name: prepare(
-            tokenizer=tokenizer, task=TASKS[name], questions=own, prompt_length=options.max_length
+            tokenizer=tokenizer, task=TASKS[name], questions=own, prompt_length=limits.prompt_tokens
         )
         for name, own in questions.items()
     }
@@ -137,7 +146,7 @@ def _prepare(
         check_length(
             source=source,
             longest=tokenized.longest,
-            new_tokens=0 if tokenized.task.is_cloze else options.max_new_tokens,
-            batch_tokens=options.batch_tokens,
+            new_tokens=0 if tokenized.task.is_cloze else limits.new_tokens,
+            batch_tokens=limits.batch_tokens,
         )
     return tokenizer, prepared

@@ -17,8 +17,9 @@ from llguidance.hf import from_tokenizer
 from chambers.endpoint.answer_stream import LOWEST, AnswerStream, Piece, Request
 from chambers.endpoint.json_answers import Constraint
 from chambers.errors import CommandError
-from chambers.lane_model import LaneModel, explained
-from chambers.models import NO_DRAFT, Draft, Source, opened
+from chambers.lane_model import LaneModel, explain
+from chambers.model_source import ModelSource
+from chambers.models import NO_DRAFT, Draft, load_source
 from finetuning.adapters.adapter import load_adapter
 from finetuning.data.candidates import Continuation, candidate_batches
 from finetuning.data.tokenization import end_marks
@@ -58,7 +59,7 @@ class Answerer:
     adapters differ in kind, rank, scale or targets.
     """
 
-    def __init__(self, sources: Mapping[str, Source], tokenizer: Any, limits: Limits) -> None:
+    def __init__(self, sources: Mapping[str, ModelSource], tokenizer: Any, limits: Limits) -> None:
         self.sources = sources
         self.tokenizer = tokenizer
         self.limits = limits
@@ -134,7 +135,7 @@ class Answerer:
     def _open(self) -> None:
         # Prefer a source with an adapter, so that the adapter's modules exist.
         source = max(self.sources.values(), key=lambda source: source.adapter is not None)
-        self._model = self._resources.enter_context(opened(source))
+        self._model = self._resources.enter_context(load_source(source))
 
     def _work(self) -> None:
         while batch := self._take():
@@ -162,7 +163,7 @@ class Answerer:
         """Convert lane and out-of-memory errors to messages for users."""
         invitation = self.sources[request.model].invitation
         if isinstance(error, LaneError) and invitation is not None:
-            return explained(error, invitation)
+            return explain(error, invitation)
         if isinstance(error, torch.OutOfMemoryError):
             return CommandError(memory_problem(error, "lower --batch-size or --max-new-tokens"))
         return error
@@ -250,7 +251,7 @@ class Answerer:
             **(self.limits.draft.settings if len(batch) == 1 and not constraints else {}),
         )
 
-    def _select(self, source: Source, selected: ExitStack) -> None:
+    def _select(self, source: ModelSource, selected: ExitStack) -> None:
         """Select the source's adapter; if it has none, disable adapters within the context."""
         if isinstance(self._model, LaneModel):
             self._model.use(source)

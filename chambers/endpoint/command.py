@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, read_bytes
 from chambers.sources import DRAFT_HELP, BaseModelOptions, argument, count, option
+from split.address import parse_address
 
 if TYPE_CHECKING:
     from chambers.endpoint.answering import Answerer
-    from chambers.models import Source
+    from chambers.model_source import ModelSource
 
 _BASE = "base"
 _MIN_KEY_LENGTH = 16
@@ -53,19 +54,19 @@ class ModelsOptions(BaseModelOptions):
         limits = Limits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
         return Answerer(sources, tokenizer, limits)
 
-    def sources(self) -> "dict[str, Source]":
+    def sources(self) -> "dict[str, ModelSource]":
         """Return the models, keyed by name; raise ``UserError`` if their parts don't match."""
-        from chambers.models import find
+        from chambers.models import find_source
 
-        sources: dict[str, Source] = {}
+        sources: dict[str, ModelSource] = {}
         for folder in self.adapters or []:
             name = folder.resolve().name
             if name in {*sources, _BASE}:
                 raise CommandError(f"two models are named {name}; rename {folder}")
-            sources[name] = find(self.with_adapter(folder, self.model), self.invitation)
+            sources[name] = find_source(self.with_adapter(folder, self.model), self.invitation)
         first = next(iter(sources.values()), None)
         options = self.with_adapter(None, self.model)
-        sources[_BASE] = first.bare if first else find(options, self.invitation)
+        sources[_BASE] = first.bare if first else find_source(options, self.invitation)
         return sources
 
 
@@ -150,16 +151,15 @@ class Api(ModelsOptions):
         return key
 
     def _listen(self, key: str | None) -> socket.socket:
-        host, _, port = self.listen.rpartition(":")
         try:
-            address = ipaddress.ip_address(host.strip("[]"))
-            number = int(port)
+            host, port = parse_address(self.listen)
+            address = ipaddress.ip_address(host)
         except ValueError as error:
             raise CommandError(f"--listen {self.listen}: must be IP_ADDRESS:PORT") from error
         if key is None and not address.is_loopback:
             raise CommandError(f"--listen {self.listen}: not a loopback address, so add --key-file")
         family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         try:
-            return socket.create_server((str(address), number), family=family)
-        except (OSError, OverflowError) as error:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
             raise CommandError(f"--listen {self.listen}: {error}") from error

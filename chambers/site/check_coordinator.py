@@ -13,11 +13,11 @@ from cryptography.exceptions import InvalidSignature
 
 from chambers.disk_space import ACCESS_LOG, existing, top_sender
 from chambers.errors import CommandError
-from chambers.run import HUB
+from chambers.site import host
 from chambers.site.authority import AUTHORITY, SERVER, names_of, read_certificate, read_key
-from chambers.site.check import AdviceError, Report, check_model, disk, gpu
-from chambers.site.connection import filtered, healthy, lasting_file
+from chambers.site.connection import check_certificate_file, check_filter, get_health
 from chambers.site.keys import check_instructions, check_secret
+from chambers.site.report import AdviceError, Report, check_disk, check_gpu, check_model
 
 
 def check_coordinator(folder: Path, model: str, superlink: str = "", proxy: str = "") -> Report:
@@ -33,25 +33,29 @@ def check_coordinator(folder: Path, model: str, superlink: str = "", proxy: str 
     report.line(_pair, server, server.with_suffix(".key"))
     report.line(_chain, server, authority)
     renewal = f"{_renewal(server)}, then restart the proxy and the SuperLink"
-    report.line(lasting_file, server, renewal)
-    report.line(lasting_file, authority, "create a new authority, as docs/operations.md describes")
+    report.line(check_certificate_file, server, renewal)
+    report.line(
+        check_certificate_file, authority, "create a new authority, as docs/operations.md describes"
+    )
     report.line(check_instructions, folder)
-    proxy = proxy or f"{urlsplit(HUB).hostname}:8443"
+    proxy = proxy or f"{urlsplit(host.HUB).hostname}:8443"
     report.line(_answers, "SuperLink", superlink or _connection(folder), folder)
     if report.line(_answers, "proxy", proxy, folder):
-        report.line(filtered, proxy, authority)
+        report.line(check_filter, proxy, authority)
     report.line(_writable, database)
     if model:
         report.line(check_model, model)
     results = platformdirs.user_data_path("chambers") / "runs"
     report.line(
-        disk, database.parent, "add space, or shrink the database as docs/operations.md describes"
+        check_disk,
+        database.parent,
+        "add space, or shrink the database as docs/operations.md describes",
     )
     report.line(_apart, database.parent, [folder, results])
-    report.line(disk, results)
+    report.line(check_disk, results)
     report.line(_sender, folder / ACCESS_LOG)
     # With fl-glm, the coordinator runs the body of the model.
-    report.line(gpu)
+    report.line(check_gpu)
     report.line(_clock)
     return report
 
@@ -85,7 +89,7 @@ def _renewal(server: Path) -> str:
 
 def _answers(what: str, address: str, folder: Path) -> str:
     """Check that the SuperLink or its proxy uses the certificate in the folder."""
-    shown = healthy(address, folder / AUTHORITY).certificate
+    shown = get_health(address, folder / AUTHORITY).certificate
     if shown != read_certificate(folder / SERVER):
         raise CommandError(
             f"the {what} at {address} does not use the certificate {folder / SERVER}: restart it"

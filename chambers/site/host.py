@@ -17,6 +17,8 @@ from chambers.sources import option
 from finetuning.files import write_file, write_secret
 from finetuning.model.names import BUILT_IN, hub_id
 
+# Where the proxy serves the signed release to the SuperLink; in containers, at another address.
+HUB = os.environ.get("FLWR_SUPERGRID_API_URL", "http://127.0.0.1:8002")
 # Names of files in the folder.
 INSTITUTION, SITE, TRUSTED = "institution.env", "site.toml", "trusted.yaml"
 _SECRET = "superexec.secret"

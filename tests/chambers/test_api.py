@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from chambers.__main__ import parse
 from chambers.endpoint.answering import Answerer, Limits
 from chambers.endpoint.routes import routes
-from chambers.models import Draft, find, find_draft
+from chambers.models import Draft, find_draft, find_source
 from chambers.sources import AdapterOptions
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
@@ -120,7 +120,7 @@ def test_drafts_change_neither_answers_nor_log_probabilities(run_folder, tmp_pat
     # With top_p near 0, the likeliest token is drawn, but log-probabilities are the model's own.
     narrow = logprobs | {"temperature": 0.5, "top_p": 1e-6}
     options = (logprobs, narrow, {"stop": word}, {"max_tokens": 40})
-    source = find(AdapterOptions(model=str(base)), None)
+    source = find_source(AdapterOptions(model=str(base)), None)
     with serving_here(tmp_path, run_folder) as (_, files):
         for draft in (
             Draft({"prompt_lookup_num_tokens": 3}, 3),

@@ -17,7 +17,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig
 
 from chambers.__main__ import main
-from chambers.models import NO_DRAFT, Source, find_draft
+from chambers.model_source import ModelSource
+from chambers.models import NO_DRAFT, find_draft
 from client_app.state import ClientState
 from federation.run_config import parse_run_config
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
@@ -186,7 +187,7 @@ def test_models_that_cannot_verify_drafts_go_on_without(prefix_run, base, tmp_pa
     assert shown.out == expected
     assert "--draft has no effect with a prefix adapter on a whole model" in shown.err
     MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
-    source = Source(ModelSettings(), tmp_path)
+    source = ModelSource(ModelSettings(), tmp_path)
     assert find_draft("prompt", load_tokenizer(base), [source]) == NO_DRAFT
     assert "no effect with recurrent layers" in capsys.readouterr().err
 

@@ -16,9 +16,9 @@ import pytest
 
 from chambers import models
 from chambers.__main__ import parse
-from chambers.lane_model import explained
+from chambers.lane_model import explain
 from chambers.models import read_invitation
-from chambers.serving import find, serving
+from chambers.serving import serve_models
 from split.protocol.errors import LaneDeadlineError, LaneTimeoutError
 from tests.chambers.conftest import refused, serve, told, write_run
 from tests.split.lanes import Proxy
@@ -27,9 +27,9 @@ from tests.split.lanes import Proxy
 @contextmanager
 def serving_here(folder, *words, lifetime=60.0, **split):
     """Serve in this process; return the address and the invitations' files."""
-    served = find(parse(["serve", *map(str, words), "--invitations", str(folder)]))
+    served = parse(["serve", *map(str, words), "--invitations", str(folder)]).find_models()
     changed = replace(served, split=served.split.model_copy(update=split))
-    with serving(changed, lifetime) as opened:
+    with serve_models(changed, lifetime) as opened:
         yield opened
 
 
@@ -147,7 +147,7 @@ def test_a_cut_after_the_last_text_changes_nothing(run_folder, tmp_path):
         words = generating(run_folder, tmp_path / "invitations" / "alpha.json")
         options = parse(list(map(str, words)))
         source = models.find(options, options.invitation)
-        with models.opened(source):
+        with models.load_source(source):
             process.kill()
             process.wait(20)
 
@@ -156,10 +156,10 @@ def test_timeout_messages_name_no_setting_of_a_run(run_folder, tmp_path):
     with serving_here(tmp_path, run_folder) as (_, files):
         invitation = read_invitation(files["alpha"])
     late = LaneTimeoutError("the block server sent nothing for 300 s (split.frame-timeout)")
-    assert "127.0.0.1" in str(explained(late, invitation))
-    assert "it has not answered in time; " in str(explained(late, invitation))
+    assert "127.0.0.1" in str(explain(late, invitation))
+    assert "it has not answered in time; " in str(explain(late, invitation))
     over = LaneDeadlineError("the lane's deadline has passed (round-timeout)")
-    assert "this invitation has expired; ask" in str(explained(over, invitation))
+    assert "this invitation has expired; ask" in str(explain(over, invitation))
 
 
 def test_devices_are_those_of_the_run_or_the_flag(base, tmp_path, capsys):

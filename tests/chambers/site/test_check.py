@@ -131,7 +131,7 @@ def test_a_coordinator_without_the_model(capsys, site, tmp_path):
 
 def test_an_address_without_a_port(capsys, site):
     _, output = at_coordinator(capsys, site, 1, proxy="coordinator.example.org")
-    assert "coordinator.example.org is not an address: HOST:PORT is expected" in output
+    assert "coordinator.example.org must be an address and a port" in output
 
 
 def test_certificates_that_do_not_fit(capsys, site, tmp_path):
@@ -213,7 +213,8 @@ def test_tls_errors_name_the_cure(capsys, site, tmp_path):
 
 def test_addresses_that_do_not_answer(capsys, site):
     for address in ("localhost", "bad host:8443", "localhost:99999"):
-        assert f"{address} is not an address" in at_institution(capsys, site, 0, superlink=address)
+        output = at_institution(capsys, site, 0, superlink=address)
+        assert f"{address} must be an address and a port" in output
     output = at_institution(capsys, site, 0, superlink="no-such-host.invalid:443")
     assert "the name no-such-host.invalid is unknown here" in output
     with socket.create_server(("127.0.0.1", 0)) as server:
