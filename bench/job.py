@@ -37,7 +37,7 @@ from split.server.block_server import BlockServer
 from split.settings import SplitSettings
 
 SEED = 0
-ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
+_ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 FLOAT32 = ModelSettings(dtype="float32")
 LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds; longer than any measurement takes
 
@@ -117,7 +117,7 @@ class Job:
     shape: Shape
     steps: int  # number of optimizer steps
     examples: "Callable[[Job], list[Example]]" = random_examples
-    adapter: AdapterSettings = ADAPTER
+    adapter: AdapterSettings = _ADAPTER
     learning_rate: float = 2e-4
     model: ModelSettings = FLOAT32  # the model's name is not used
     client_device: str = "cpu"  # device of heads, tails and whole models
@@ -215,7 +215,7 @@ def whole_course(job: Job, steps: Sequence[Sequence[int]] | None = None) -> Cour
     return Course(job, WholeModel(model), trainable_parameters(model), steps=steps)
 
 
-def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
+def load_client_parts(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
     """Load a client's head and tail with the initial adapter."""
     partition, devices = partition_of(job.directory, split), [job.client_device]
     ends = load_parts(job.model, job.directory, partition, ("head", "tail"), devices)
@@ -226,7 +226,7 @@ def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
     return ends
 
 
-def load_body(job: Job, split: SplitSettings) -> Part:
+def load_server_part(job: Job, split: SplitSettings) -> Part:
     """Load the server's blocks."""
     partition, devices = partition_of(job.directory, split), [job.server_device]
     return load_parts(job.model, job.directory, partition, ("body",), devices)["body"]
@@ -250,13 +250,13 @@ def open_model(
     )
 
 
-def join(model: SplitModel, job: Job) -> None:
+def join_round(model: SplitModel, job: Job) -> None:
     """Start the job's training round."""
     plan = RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=job.seed)
     model.join(plan, longest=job.shape.tokens, deadline=time.monotonic() + LIFETIME)
 
 
-def serving(
+def start_block_server(
     body: Part, job: Job, split: SplitSettings, clients: int, max_cached_tokens: int = 0
 ) -> BlockServer:
     """Serve the blocks to the clients; generation caches at most ``max_cached_tokens`` tokens."""

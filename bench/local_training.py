@@ -44,7 +44,7 @@ _SAMPLED = 3200  # number of examples: enough for full-size groups in the sample
 _TOLERANCE = 1e-4
 # Each row of the table is a configuration's name and a row of `compare`.
 HEADINGS = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
-Row = dict[str, list[int]]  # a row of the data set of a trainer
+TrainerRow = dict[str, list[int]]  # a row of the data set of a trainer
 
 
 def make_examples(job: Job) -> list[Example]:
@@ -124,7 +124,7 @@ def end_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
 
 
-def as_row(example: Example) -> Row:
+def as_row(example: Example) -> TrainerRow:
     """Convert an example to Trainer's format: no loss outside the targets."""
     labels = example.tokens.where(example.is_target, -100)
     return {"input_ids": example.tokens.tolist(), "labels": labels.tolist()}

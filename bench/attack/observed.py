@@ -18,12 +18,12 @@ from split.protocol.frames import Frame, Kind, Limits, Padding, WireType
 from split.protocol.payload import Outgoing, describe
 from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener, Sealer
 
-Seen = Literal["hidden states", "encrypted records", "nothing"]
+Observed = Literal["hidden states", "encrypted records", "random numbers"]
 _ROWS_AT_ONCE = 16
 
 
 @torch.no_grad()
-def head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
+def compute_head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
     """Compute a head's hidden states, (tokens, hidden) of each row of tokens."""
     head.train(False)
     found = []
@@ -35,7 +35,7 @@ def head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
+def transmit(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
     """Return hidden states as the server decrypts them; noise is added before sending."""
     received = []
     for tokens in hidden:
@@ -50,7 +50,7 @@ def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) ->
     return received
 
 
-def as_encrypted(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
+def encrypt(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
     """Return the encrypted bytes of each text as numbers in -1..1, (tokens, bytes of a token).
 
     A peer on the network can locate a token's bytes, because the format determines their place in a

@@ -1,16 +1,12 @@
-"""The attack on hidden states and gradients, and the tables that it writes."""
-
-import json
-from pathlib import Path
+"""The attacks on hidden states and gradients."""
 
 import pytest
 import torch
 
 from bench.attack.decoder import train_decoder
 from bench.attack.gradients import client_gradient, read_labels
-from bench.attack.observed import as_encrypted, as_received, head_outputs
+from bench.attack.observed import compute_head_outputs, encrypt, transmit
 from bench.attack.public_head import PublicHead
-from bench.attack.report import tables
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.settings import ModelSettings
@@ -19,7 +15,6 @@ from split.model.partition import PARTIES, partition_of
 from split.protocol.frames import Padding
 from split.settings import SplitSettings
 
-DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 320
 BEGINNING = torch.tensor([5, 6, 7])
 
@@ -42,31 +37,31 @@ def test_whoever_knows_the_head_reads_everything(deep_checkpoint, head_blocks, w
     head = parts_of(deep_checkpoint, head_blocks)["head"]
     search = PublicHead(head, VOCABULARY, BEGINNING)
     rows = texts(2, 12, seed=0)
-    for row, hidden in zip(rows, head_outputs(head, rows), strict=True):
+    for row, hidden in zip(rows, compute_head_outputs(head, rows), strict=True):
         own = hidden[len(BEGINNING) :]
-        found = search.read(as_received([own], wire)[0], wire, noise=0.0, most=VOCABULARY)
+        found = search.read(transmit([own], wire)[0], wire, noise=0.0, most=VOCABULARY)
         assert torch.equal(found, row[len(BEGINNING) :])
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_a_decoder_reads_hidden_states_and_nothing_in_sealed_records(deep_checkpoint, wire):
+def test_a_decoder_reads_hidden_states_but_no_sealed_records(deep_checkpoint, wire):
     head = parts_of(deep_checkpoint)["head"]
     kinds = 16
     colluding, attacked = texts(100, 20, 1, kinds + 2), texts(40, 20, 2, kinds + 2)
     chance = 1 / kinds
 
     def share_read(seen) -> float:
-        given = seen(head_outputs(head, colluding), wire)
-        decoder = train_decoder(given, colluding, "linear", seed=0, passes=8)
-        found = decoder.read(seen(head_outputs(head, attacked), wire))
+        tail_input = seen(compute_head_outputs(head, colluding), wire)
+        decoder = train_decoder(tail_input, colluding, "linear", seed=0, passes=8)
+        found = decoder.read(seen(compute_head_outputs(head, attacked), wire))
         # Texts begin with the same tokens, whose positions are known.
         pairs = zip(found, attacked, strict=True)
         equal = torch.cat([(a == b)[len(BEGINNING) :] for a, b in pairs])
         return float(equal.float().mean())
 
-    assert share_read(as_received) > 0.95
+    assert share_read(transmit) > 0.95
     # 800 tokens: five standard deviations are 0.043.
-    assert abs(share_read(as_encrypted) - chance) < 0.043
+    assert abs(share_read(encrypt) - chance) < 0.043
 
 
 @pytest.mark.parametrize(("tail_blocks", "wire"), [(0, "int8"), (1, "bfloat16"), (2, "float32")])
@@ -82,20 +77,14 @@ def test_the_gradient_reveals_the_labels(deep_checkpoint, tail_blocks, wire):
     with torch.no_grad():
         padding = Padding("right", batch.lengths)
         middle = parts["body"](parts["head"](batch.tokens, padding), padding)
-    (given,) = as_received([middle[0]], wire, noise=0.5)
+    (tail_input,) = transmit([middle[0]], wire, noise=0.5)
     tail = parts["tail"]
-    (gradient,) = as_received([client_gradient(tail, given[None], batch)[0]], wire)
+    (gradient,) = transmit([client_gradient(tail, tail_input[None], batch)[0]], wire)
     found = read_labels(
         tail=tail,
-        given=given,
+        tail_input=tail_input,
         gradient=gradient,
         positions=batch.positions,
         count=len(batch.labels),
     )
     assert torch.equal(found, batch.labels)
-
-
-def test_the_page_s_tables_are_those_of_the_record():
-    page = (DOCS / "attack.md").read_text(encoding="utf-8")
-    for table in tables(json.loads((DOCS / "attack.json").read_text(encoding="utf-8"))):
-        assert table in page
