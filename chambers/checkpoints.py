@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from chambers.disk_space import existing
+from chambers.disk_space import find_existing
 from chambers.errors import CommandError, interrupt_at_end
 from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option, trained_on
 from chambers.train import count_clients
@@ -112,7 +112,7 @@ class Merge:
             raise CommandError(f"{self.folder} exists; name a folder that doesn't")
         if any(parent.is_file() for parent in self.folder.absolute().parents):
             raise CommandError(f"{self.folder} can't be written: a folder above it is a file")
-        above = existing(self.folder.absolute().parent)
+        above = find_existing(self.folder.absolute().parent)
         if not os.access(above, os.W_OK):
             raise CommandError(f"{self.folder} can't be written: no permission in {above}")
         options = AdapterOptions(adapter=self.adapter, model=self.model)

@@ -123,7 +123,7 @@ class LaneModel:
             self._connection = on_failure.pop_all()
 
 
-def explain(error: LaneError, invitation: StandingInvitation) -> CommandError:
+def explain_lane_error(error: LaneError, invitation: StandingInvitation) -> CommandError:
     """Explain an error of a lane to the user who holds the invitation."""
     refusal = error.refusal if isinstance(error, HandshakeError) else None
     expired = isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from chambers.errors import CommandError, read_bytes
-from chambers.lane_model import LaneModel, explain
+from chambers.lane_model import LaneModel, explain_lane_error
 from chambers.model_source import NO_LIMIT, ModelSource
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import attach_adapter, load_adapter
@@ -121,7 +121,7 @@ def load_source(source: ModelSource) -> Iterator[Model]:
             with suppress(LaneError):  # errors are unimportant: all texts have arrived
                 model.end()
     except LaneError as error:
-        raise explain(error, invitation) from error
+        raise explain_lane_error(error, invitation) from error
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Stop:
     """
 
     run: Annotated[int | None, argument("[RUN_ID]")] = None
-    folder: Annotated[Path, host.FOLDER] = Path()
+    folder: Annotated[Path, host.FOLDER_OPTION] = Path()
 
     def __call__(self) -> int:
         """Stop the run; refuse if no run is in progress, or more than one."""
@@ -104,12 +104,12 @@ def _check_served(app: str) -> None:
     import httpx
     from pydantic import ValidationError
 
-    from chambers.site.release import Answer, app_of
+    from chambers.site.release import HubAnswer, app_of
 
     try:
         with httpx.Client(trust_env=False) as client:
             answer = client.post(f"{host.HUB}/hub/fetch-fab").raise_for_status().content
-            url = Answer.model_validate_json(answer).fab_url
+            url = HubAnswer.model_validate_json(answer).fab_url
             served = app_of(client.get(url).raise_for_status().content, host.HUB)
     except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
         raise CommandError(

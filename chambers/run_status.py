@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from chambers.disk_space import ACCESS_LOG, DATABASE, MIN_FREE_GIB, free_gib, top_sender
-from chambers.errors import described
+from chambers.errors import describe_error
 from chambers.time_left import durations, time_left
 from federation.run_folder import (
     LOG,
@@ -31,7 +31,7 @@ CLIENT_COLUMNS = ("client", "rows", "tokens/s", "loss", "")
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunState:
     """The state of a run, read from its folder."""
 
     directory: Path
@@ -62,7 +62,7 @@ class Seen:
         return self.is_running and self.status.phase in ("training", "evaluation")
 
 
-def look(directory: Path, coordinator: Path | None = None) -> Seen:
+def read_run_state(directory: Path, coordinator: Path | None = None) -> RunState:
     """Read a run's folder and, if given, the proxy's log in the coordinator's folder.
 
     Raise ``OSError`` if a file can't be read, or ``ValueError`` if one is malformed.
@@ -74,7 +74,7 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
     disks = [directory, coordinator / DATABASE] if coordinator else [directory]
-    return Seen(
+    return RunState(
         directory=directory,
         config=config,
         status=read_status(directory),
@@ -96,10 +96,10 @@ def _or_unknown(describe: Callable[[Path], str], path: Path) -> str:
     try:
         return describe(path)
     except OSError as error:
-        return f"unknown: {described(error)}"
+        return f"unknown: {describe_error(error)}"
 
 
-def render(seen: Seen) -> RenderableType:
+def render_status(seen: RunState) -> RenderableType:
     """Render the status as lines of text, followed by a table of the clients."""
     lines = Table.grid(padding=(0, 2))
     for heading, text in facts(seen):
@@ -110,7 +110,7 @@ def render(seen: Seen) -> RenderableType:
     return Group(lines, "", table) if table.row_count else lines
 
 
-def facts(seen: Seen) -> list[tuple[str, str]]:
+def facts(seen: RunState) -> list[tuple[str, str]]:
     """Return the headings and texts of the status."""
     return [
         ("Run", f"{seen.directory} ({seen.config['strategy']})"),
@@ -125,7 +125,7 @@ def facts(seen: Seen) -> list[tuple[str, str]]:
     ]
 
 
-def _state(seen: Seen) -> str:
+def _state(seen: RunState) -> str:
     status = seen.status
     if not seen.is_running:
         ago = f"{duration(seen.now - status.updated)} ago"
@@ -144,7 +144,7 @@ def _state(seen: Seen) -> str:
     return f"{doing}, {since}; {answered}; replies are due by {limit}"
 
 
-def _time_left(seen: Seen) -> str:
+def _time_left(seen: RunState) -> str:
     if seen.seconds_left is not None:
         return f"about {duration(seen.seconds_left)}"
     if seen.works:
@@ -152,7 +152,7 @@ def _time_left(seen: Seen) -> str:
     return "unknown" if seen.is_running else "-"
 
 
-def _evaluation(seen: Seen) -> str:
+def _evaluation(seen: RunState) -> str:
     """Return each model's mean held-out loss in the last evaluation, and the base model's."""
     losses: dict[str, dict[str, float]] = {}
     last = 0
@@ -168,7 +168,7 @@ def _evaluation(seen: Seen) -> str:
     return f"after round {last}: mean held-out loss {means}"
 
 
-def _throughput(seen: Seen) -> str:
+def _throughput(seen: RunState) -> str:
     """Return the tokens per second of open lanes or, without lanes, of the last round."""
     lanes, seconds = seen.status.lanes, seen.status.updated - seen.status.since
     if seen.works and lanes and seconds > 0:
@@ -186,14 +186,14 @@ def _throughput(seen: Seen) -> str:
     return f"{rate} in round {last}, of {duration(seconds)}"
 
 
-def _checkpoint(seen: Seen) -> str:
+def _checkpoint(seen: RunState) -> str:
     if seen.checkpoint is None:
         return "none yet"
     age = duration(seen.now - seen.checkpoint.stat().st_mtime)
     return f"after round {int(seen.checkpoint.stem.rpartition('-')[2])}, {age} ago"
 
 
-def clients(seen: Seen) -> list[tuple[str, ...]]:
+def clients(seen: RunState) -> list[tuple[str, ...]]:
     """Return each client's name, its last training results, and its state."""
     status, doing = seen.status, dict[str, str]()
     reduced = set[str]()  # clients left out of the last round, or whose update was scaled
@@ -235,7 +235,7 @@ def clients(seen: Seen) -> list[tuple[str, ...]]:
     return rows
 
 
-def _progress(lane: LaneStatus, seen: Seen) -> str:
+def _progress(lane: LaneStatus, seen: RunState) -> str:
     """Return a client's number of completed steps, and the estimated remaining time."""
     steps = f", {lane.steps} of {lane.planned} steps"
     if not lane.steps or lane.steps >= lane.planned:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from chambers.errors import CommandError, described
+from chambers.errors import CommandError, describe_error
 from finetuning.adapters.adapter import State
 from finetuning.files import write_secret
 from finetuning.model.base_model import BaseModelError
@@ -102,6 +102,6 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
         try:
             write_secret(file, f"{content.model_dump_json(indent=1)}\n".encode())
         except OSError as error:
-            reason = described(error)
+            reason = describe_error(error)
             raise CommandError(f"the invitation {file} can't be written: {reason}") from error
     return files

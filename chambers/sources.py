@@ -30,7 +30,7 @@ def option(description: str, metavar: str | None = None) -> Any:
 
     In paths, ``~`` is expanded, since shells don't expand it after ``--option=``.
     """
-    return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
+    return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expand)
 
 
 def count(description: str) -> Any:
@@ -47,12 +47,12 @@ DRAFT_HELP = (
 
 def argument(metavar: str) -> Any:
     """Declare a positional argument; ``~`` is expanded in paths, as in options."""
-    return typer.Argument(metavar=metavar, show_default=False, callback=_expanded)
+    return typer.Argument(metavar=metavar, show_default=False, callback=_expand)
 
 
-def _expanded(value: Any) -> Any:
+def _expand(value: Any) -> Any:
     if isinstance(value, list):
-        return [_expanded(item) for item in value]
+        return [_expand(item) for item in value]
     return value.expanduser() if isinstance(value, Path) else value
 
 

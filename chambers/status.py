@@ -65,25 +65,25 @@ class Status:
         from rich.console import Console
         from rich.live import Live
 
-        from chambers.run_status import look, render
+        from chambers.run_status import read_run_state, render_status
 
         console = Console(markup=False, emoji=False, highlight=False)
         if not console.is_terminal:
             console.width = 120
         try:
-            seen = look(directory, self.coordinator)
+            seen = read_run_state(directory, self.coordinator)
             if self.watch and console.is_terminal:
-                with Live(render(seen), console=console, auto_refresh=False) as live:
+                with Live(render_status(seen), console=console, auto_refresh=False) as live:
                     while seen.is_running:
                         time.sleep(2.0)
-                        seen = look(directory, self.coordinator)
-                        live.update(render(seen), refresh=True)
+                        seen = read_run_state(directory, self.coordinator)
+                        live.update(render_status(seen), refresh=True)
                 return seen.exit_status
-            console.print(render(seen))
+            console.print(render_status(seen))
             while self.watch and seen.is_running:
                 time.sleep(30.0)  # less often, since output may go to a file
-                seen = look(directory, self.coordinator)
-                console.print("", render(seen))
+                seen = read_run_state(directory, self.coordinator)
+                console.print("", render_status(seen))
             return seen.exit_status
         except (OSError, ValueError) as error:
             raise CommandError(f"{directory} can't be read: {error}") from error

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from chambers.errors import CommandError
-from chambers.run_status import CLIENT_COLUMNS, Seen, clients, facts, look
+from chambers.run_status import CLIENT_COLUMNS, RunState, clients, facts, read_run_state
 
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
     Path(__file__).with_name("status.html").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     report = directory / "report.html"
 
     def rendered(whole: bool) -> str:
-        seen = look(directory, coordinator)
+        seen = read_run_state(directory, coordinator)
         ended = [event["round"] for event in seen.events if event["event"] == "round"]
         return _PAGE.render(
             whole=whole,
@@ -75,7 +75,7 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
         return HTMLResponse(report.read_bytes())
 
     def metrics(_: Request) -> Response:
-        text = generate_latest(_metrics(look(directory)))
+        text = generate_latest(_metrics(read_run_state(directory)))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def unreadable(_: Request, error: Exception) -> Response:
@@ -94,7 +94,7 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     )
 
 
-def _metrics(seen: Seen) -> CollectorRegistry:
+def _metrics(seen: RunState) -> CollectorRegistry:
     """Return metrics of the run, and each client's: of its last round, or totals over its lanes."""
     registry, status = CollectorRegistry(), seen.status
     for name, description, value in (

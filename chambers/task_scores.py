@@ -118,7 +118,7 @@ def print_scores(scores: Scores) -> None:
         found = [of_task[_MAJORITY], *of_task["models"].values()]
         metrics = [metric for metric in of_task["models"][models[0]] if metric != "seconds"]
         for metric in metrics:
-            values = (_shown(name, v[metric]) if metric in v else "" for v in found)
+            values = (_format(name, v[metric]) if metric in v else "" for v in found)
             table.add_row(name, str(of_task["questions"] or ""), metric, *values)
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
@@ -126,7 +126,7 @@ def print_scores(scores: Scores) -> None:
     console.print(table)
 
 
-def _shown(task: str, value: float) -> str:
+def _format(task: str, value: float) -> str:
     # Metrics of the harness may be outside 0..1.
     return f"{100 * value:.1f}" if task in TASKS else f"{value:.4f}"
 

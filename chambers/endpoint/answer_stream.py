@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity
+# Log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity.
+MIN_LOG_PROBABILITY = -9999.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class _Row:
         self.over = reason is not None
         if self.request.likeliest is not None and shown:
             row = logits.float().log_softmax(-1)
-            row = row.clamp_min(LOWEST)
+            row = row.clamp_min(MIN_LOG_PROBABILITY)
             values, tokens = row.topk(min(self.request.likeliest, len(row)))
             likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
             piece = replace(piece, log_probability=float(row[token]), likeliest=likeliest)

@@ -14,10 +14,10 @@ from typing import Any, Self
 import torch
 from llguidance.hf import from_tokenizer
 
-from chambers.endpoint.answer_stream import LOWEST, AnswerStream, Piece, Request
+from chambers.endpoint.answer_stream import MIN_LOG_PROBABILITY, AnswerStream, Piece, Request
 from chambers.endpoint.json_answers import Constraint
 from chambers.errors import CommandError
-from chambers.lane_model import LaneModel, explain
+from chambers.lane_model import LaneModel, explain_lane_error
 from chambers.model_source import ModelSource
 from chambers.models import NO_DRAFT, Draft, load_source
 from finetuning.adapters.adapter import load_adapter
@@ -41,7 +41,7 @@ class BusyError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class AnswerLimits:
     """Limits of an endpoint."""
 
     batch_size: int  # number of requests that are answered together
@@ -59,7 +59,9 @@ class Answerer:
     adapters differ in kind, rank, scale or targets.
     """
 
-    def __init__(self, sources: Mapping[str, ModelSource], tokenizer: Any, limits: Limits) -> None:
+    def __init__(
+        self, sources: Mapping[str, ModelSource], tokenizer: Any, limits: AnswerLimits
+    ) -> None:
         self.sources = sources
         self.tokenizer = tokenizer
         self.limits = limits
@@ -147,7 +149,7 @@ class Answerer:
                 # Omit the error's text, which may quote a prompt.
                 _log.warning("a batch failed: %s", type(error).__name__)
                 for request in batch:
-                    request.emit(self._described(error, batch[0]))
+                    request.emit(self._describe(error, batch[0]))
                 if isinstance(self._model, LaneModel):  # open another lane for the next batch
                     self._close()
                 elif is_broken():
@@ -159,11 +161,11 @@ class Answerer:
         with suppress(UserError, LaneError, OSError):  # the lane has failed already
             resources.close()
 
-    def _described(self, error: Exception, request: Request) -> Exception:
+    def _describe(self, error: Exception, request: Request) -> Exception:
         """Convert lane and out-of-memory errors to messages for users."""
         invitation = self.sources[request.model].invitation
         if isinstance(error, LaneError) and invitation is not None:
-            return explain(error, invitation)
+            return explain_lane_error(error, invitation)
         if isinstance(error, torch.OutOfMemoryError):
             return CommandError(memory_problem(error, "lower --batch-size or --max-new-tokens"))
         return error
@@ -222,8 +224,8 @@ class Answerer:
         ):
             compute = partial(likeliest_tokens, count=max(1, request.likeliest))
             values, tokens, best = self._model.log_probabilities(batch, compute)
-            best = best.clamp_min(LOWEST).tolist()
-            for index, value in enumerate(values.clamp_min(LOWEST).tolist()):
+            best = best.clamp_min(MIN_LOG_PROBABILITY).tolist()
+            for index, value in enumerate(values.clamp_min(MIN_LOG_PROBABILITY).tolist()):
                 pairs = tuple(zip(tokens[index].tolist(), best[index], strict=True))
                 pairs = pairs[: request.likeliest]
                 request.emit(Piece("", rest[index], value, pairs, of_prompt=True))

@@ -43,15 +43,15 @@ class ModelsOptions(BaseModelOptions):
             self.with_adapter(folder, self.model)
 
     def answerer(self, batch_size: int, queue: int) -> "Answerer":
-        """Return the answerer of requests for the models; see `Limits`."""
-        from chambers.endpoint.answering import Answerer, Limits
+        """Return the answerer of requests for the models; see `AnswerLimits`."""
+        from chambers.endpoint.answering import Answerer, AnswerLimits
         from chambers.models import find_draft
         from finetuning.model.base_model import load_tokenizer
 
         sources = self.sources()
         tokenizer = load_tokenizer(next(iter(sources.values())).directory)
         draft = find_draft(self.draft, tokenizer, sources.values())
-        limits = Limits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
+        limits = AnswerLimits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
         return Answerer(sources, tokenizer, limits)
 
     def sources(self) -> "dict[str, ModelSource]":

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from chambers.endpoint.answer_stream import Piece, Request
 from chambers.endpoint.answering import Answerer, BusyError
 from chambers.endpoint.json_answers import grammar_of
-from chambers.endpoint.messages import Chat, ChatReply, Completion, CompletionReply
+from chambers.endpoint.messages import ChatReply, ChatRequest, CompletionReply, CompletionRequest
 from chambers.endpoint.refusals import ApiError, refusal_of
 from chambers.errors import CommandError
 from finetuning.data.prompts import chat_prompt
@@ -114,24 +114,24 @@ class _Endpoint:
     async def models(self, http: HttpRequest) -> Response:
         """List the models."""
         self._authenticate(http)
-        data = [self._described(name) for name in self.answerer.sources]
+        data = [self._describe(name) for name in self.answerer.sources]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, http: HttpRequest) -> Response:
         """Describe a model."""
         self._authenticate(http)
-        return JSONResponse(self._described(self._known(http.path_params["name"])))
+        return JSONResponse(self._describe(self._known(http.path_params["name"])))
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        wanted = await self._read(http, Chat)
+        wanted = await self._read(http, ChatRequest)
         turns = [turn.in_template for turn in wanted.messages]
         prompts = [partial(chat_prompt, turns, self.answerer.tokenizer)]
         return await self._respond(http, wanted, "messages", prompts, ChatReply)
 
     async def completion(self, http: HttpRequest) -> Response:
         """Continue texts."""
-        wanted = await self._read(http, Completion)
+        wanted = await self._read(http, CompletionRequest)
         prompts = [partial(self._tokens, prompt) for prompt in wanted.prompt]
         return await self._respond(http, wanted, "prompt", prompts, CompletionReply)
 
@@ -148,7 +148,7 @@ class _Endpoint:
             raise CommandError(f"{max(ids)} is not a token: there are {len(tokenizer)}")
         return torch.tensor(ids, dtype=torch.int64)
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _describe(self, name: str) -> dict[str, Any]:
         about = {"object": "model", "created": self.started, "owned_by": "chambers"}
         return {"id": name, **about, "description": self.answerer.sources[name].description}
 
@@ -251,7 +251,9 @@ class _Endpoint:
         emit: Callable[[Piece | Exception], None],
     ) -> Request:
         limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
-        echo = wanted.prompt[index] if isinstance(wanted, Completion) and wanted.echo else None
+        echo = (
+            wanted.prompt[index] if isinstance(wanted, CompletionRequest) and wanted.echo else None
+        )
         return Request(
             model=wanted.model,
             prompt=tokens,

@@ -112,11 +112,11 @@ class Read:
         """Print the table."""
         if find_spec("nltk") is None:
             raise CommandError("the table needs nltk: pip install 'chambers[sheet]'")
-        from chambers.sheet.blinding import read_key
-        from chambers.sheet.results import evaluate
+        from chambers.sheet.blinding import read_sheet_key
+        from chambers.sheet.results import evaluate_sheets
 
-        key = read_key(self.key)
-        results = evaluate(key, self.sheets)
+        key = read_sheet_key(self.key)
+        results = evaluate_sheets(key, self.sheets)
         made = len({row.annotator for row in key.rows.values()})
         print(results.to_markdown())
         print(f"\n{results.questions} questions, {results.annotators} of {made} annotators")

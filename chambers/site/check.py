@@ -40,14 +40,14 @@ class Check:
         reach = who_reaches(port)  # as root, before the user changes
         host.enter(folder)
         if is_institution:
-            from chambers.site.check_institution import check_institution
+            from chambers.site.check_institution import report_on_institution
 
-            report = check_institution(folder, self.model, self.task)
+            report = report_on_institution(folder, self.model, self.task)
         else:
-            from chambers.site.check_coordinator import check_coordinator
+            from chambers.site.check_coordinator import report_on_coordinator
 
-            report = check_coordinator(folder, self.model)
-        report.line(_closed, port, reach)
+            report = report_on_coordinator(folder, self.model)
+        report.line(_check_port, port, reach)
         return 0 if report.passed else 1
 
 
@@ -76,7 +76,7 @@ def _connects(port: int) -> bool:
     return True
 
 
-def _closed(port: int, reach: str) -> str:
+def _check_port(port: int, reach: str) -> str:
     """Check whether other users of this machine can use a port that is meant for its programs."""
     if not reach:
         raise AdviceError(f"only root can check whether other users reach port {port}")

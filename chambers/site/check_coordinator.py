@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 import platformdirs
 from cryptography.exceptions import InvalidSignature
 
-from chambers.disk_space import ACCESS_LOG, existing, top_sender
+from chambers.disk_space import ACCESS_LOG, find_existing, top_sender
 from chambers.errors import CommandError
 from chambers.site import host
-from chambers.site.authority import AUTHORITY, SERVER, names_of, read_certificate, read_key
+from chambers.site.authority import AUTHORITY, SERVER, names_in, read_certificate, read_tls_key
 from chambers.site.connection import check_certificate_file, check_filter, get_health
 from chambers.site.keys import check_instructions, check_secret
 from chambers.site.report import AdviceError, Report, check_disk, check_gpu, check_model
 
 
-def check_coordinator(folder: Path, model: str, superlink: str = "", proxy: str = "") -> Report:
+def report_on_coordinator(folder: Path, model: str, superlink: str = "", proxy: str = "") -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
     ``folder`` is the coordinator's. The institutions' checks verify the certificate's public name.
@@ -68,7 +68,7 @@ def _connection(folder: Path) -> str:
 
 
 def _pair(file: Path, key_file: Path) -> str:
-    if read_key(key_file).public_key() != read_certificate(file).public_key():
+    if read_tls_key(key_file).public_key() != read_certificate(file).public_key():
         raise CommandError(f"{key_file} is not the key of {file}: {_renewal(file)}")
     check_secret(key_file)
     return f"{key_file} is the key of {file}"
@@ -79,7 +79,7 @@ def _chain(file: Path, authority: Path) -> str:
         read_certificate(file).verify_directly_issued_by(read_certificate(authority))
     except (InvalidSignature, TypeError, ValueError) as error:
         raise CommandError(f"{file} is not signed by {authority}: {_renewal(file)}") from error
-    names = ", ".join(names_of(read_certificate(file)))
+    names = ", ".join(names_in(read_certificate(file)))
     return f"{file} is signed by {authority}, for {names}"
 
 
@@ -116,8 +116,8 @@ def _writable(database: Path) -> str:
 
 def _apart(folder: Path, others: Sequence[Path]) -> str:
     """Check that the database can't fill the file systems of the other folders."""
-    device = existing(folder).stat().st_dev
-    shared = [str(path) for path in others if existing(path).stat().st_dev == device]
+    device = find_existing(folder).stat().st_dev
+    shared = [str(path) for path in others if find_existing(path).stat().st_dev == device]
     if shared:
         raise AdviceError(
             f"{folder} is on the same file system as {' and '.join(shared)}: messages from "

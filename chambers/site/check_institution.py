@@ -35,7 +35,7 @@ from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
 
-def check_institution(
+def report_on_institution(
     folder: Path, model: str = "", task: str = "", registered: bool = True
 ) -> Report:
     """Check the connection to the coordinator, keys, policy, data, model and machine.

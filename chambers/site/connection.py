@@ -33,7 +33,7 @@ _MAX_AHEAD, _MAX_BEHIND = 5, 300
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """The response to a request."""
 
     status: int
@@ -49,7 +49,7 @@ def host_and_port(address: str) -> tuple[str, int]:
         raise CommandError(f"{address} {error}") from error
 
 
-def get(address: str, path: str, authority: Path) -> Answer:
+def get(address: str, path: str, authority: Path) -> ServerAnswer:
     """Send a GET request over TLS; ``authority`` is a file of trusted certificates.
 
     Raise ``CommandError`` if no server with this name answers over TLS.
@@ -76,10 +76,10 @@ def get(address: str, path: str, authority: Path) -> Answer:
     assert certificate is not None
     # The Date header is truncated to whole seconds, so on average it is half a second behind.
     ahead = (before + (after - before) / 2 - theirs).total_seconds() - 0.5
-    return Answer(response.status, ahead, x509.load_der_x509_certificate(certificate))
+    return ServerAnswer(response.status, ahead, x509.load_der_x509_certificate(certificate))
 
 
-def get_health(address: str, authority: Path) -> Answer:
+def get_health(address: str, authority: Path) -> ServerAnswer:
     """Request ``/health`` from a SuperLink or its proxy; raise ``CommandError`` on failure."""
     answer = get(address, "/health", authority)
     if answer.status != 200:

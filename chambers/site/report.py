@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chambers.disk_space import MIN_FREE_GIB, existing, free_gib
+from chambers.disk_space import MIN_FREE_GIB, find_existing, free_gib
 from chambers.errors import CommandError
 from finetuning.errors import UserError
 
@@ -47,7 +47,7 @@ class Report:
 
 def check_disk(path: Path, cure: str = "delete old runs") -> str:
     """Check the free space of a path's file system; the path need not exist yet."""
-    folder = existing(path)
+    folder = find_existing(path)
     free = free_gib(folder)
     text = f"disk: {free:.1f} GiB free in {folder}"
     if free < MIN_FREE_GIB:

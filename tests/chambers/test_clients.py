@@ -1,7 +1,4 @@
-"""Programs that speak OpenAI's API, installed from the registry, are answered by ``chambers api``.
-
-Other tests use ``openai`` and ``llm``, which are installed with the project.
-"""
+"""lm-evaluation-harness, which doesn't use OpenAI's client, is answered by ``chambers api``."""
 
 import hashlib
 import json
@@ -19,49 +16,8 @@ from tests.chambers.test_api import QUESTIONS, TOKENS, answering, ask
 
 pytestmark = pytest.mark.nightly
 
-PACKAGES = [
-    "instructor>=1.11",
-    "litellm>=1.110",
-    "langchain-openai>=1.7",
-    "lm-eval[api]>=0.4.13",
-    "transformers>=5",
-]
+PACKAGES = ["lm-eval[api]>=0.4.13", "transformers>=5"]
 QUESTION, MORE = QUESTIONS[1:3]
-# Each prints the answer of a chat, the same streamed, and the continuations of two texts.
-LITELLM = """
-from litellm import completion, text_completion
-about = {"api_base": URL, "api_key": "none", "temperature": 0, "max_tokens": TOKENS}
-chat = about | {"model": "openai/base", "messages": [{"role": "user", "content": QUESTION}]}
-streamed = [part.choices[0].delta.content or "" for part in completion(**chat, stream=True)]
-texts = text_completion(model="text-completion-openai/base", prompt=[QUESTION, MORE], **about)
-answers = [completion(**chat).choices[0].message.content, "".join(streamed)]
-answers += [choice.text for choice in texts.choices]
-"""
-LANGCHAIN = """
-from langchain_openai import ChatOpenAI, OpenAI
-about = {"model": "base", "base_url": URL, "api_key": "none", "temperature": 0}
-chat, texts = (kind(max_tokens=TOKENS, **about) for kind in (ChatOpenAI, OpenAI))
-answers = [chat.invoke(QUESTION).content, "".join(part.content for part in chat.stream(QUESTION))]
-answers += texts.batch([QUESTION, MORE])
-"""
-STRUCTURED = """
-import instructor, json, openai
-from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
-
-class Verdict(BaseModel):
-    days: int = Field(ge=0, le=99)
-    is_guilty: bool
-
-about = {"base_url": URL, "api_key": "none"}
-asked = {"model": "base", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-kind = {"mode": instructor.Mode.JSON_SCHEMA}
-client = instructor.from_openai(openai.OpenAI(**about), **kind)
-answers = [client.chat.completions.create(response_model=Verdict, max_tokens=80, **asked)]
-chat = ChatOpenAI(model="base", temperature=0, max_tokens=80, **about)
-answers.append(chat.with_structured_output(Verdict, method="json_schema").invoke(QUESTION))
-print(json.dumps([answer.days in range(100) for answer in answers]))
-"""
 CHOICES = ["yes, void", "no"]
 TASK = {
     "dataset_path": "json",
@@ -99,7 +55,7 @@ def client(base):
 
 
 def ran(python, *words, folder):
-    own = {"HF_HOME": str(folder), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
+    own = {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     command = [str(word) for word in (python, *words)]
     return subprocess.run(
         command, cwd=folder, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True
@@ -109,21 +65,6 @@ def ran(python, *words, folder):
 def continued(client, question, **options):
     settings = {"model": "base", "temperature": 0, "max_tokens": TOKENS} | options
     return client.completions.create(prompt=question, **settings).choices[0].text
-
-
-@pytest.mark.parametrize("code", [LITELLM, LANGCHAIN], ids=["litellm", "langchain-openai"])
-def test_a_library_gets_the_answers(python, client, tmp_path, code):
-    given = {"URL": str(client.base_url), "QUESTION": QUESTION, "MORE": MORE, "TOKENS": TOKENS}
-    lines = [*(f"{name} = {value!r}" for name, value in given.items()), code]
-    script = "\n".join([*lines, "import json; print(json.dumps(answers))"])
-    answers = json.loads(ran(python, "-c", script, folder=tmp_path).splitlines()[-1])
-    chat = ask(client, QUESTION, "base").choices[0].message.content
-    assert answers == [chat, chat, continued(client, QUESTION), continued(client, MORE)]
-
-
-def test_libraries_get_answers_that_fit_a_schema(python, client, tmp_path):
-    given = f"URL, QUESTION = {str(client.base_url)!r}, {QUESTION!r}"
-    assert json.loads(ran(python, "-c", f"{given}\n{STRUCTURED}", folder=tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])

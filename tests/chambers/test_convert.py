@@ -43,7 +43,7 @@ def test_a_converted_checkpoint_generates_and_can_be_split(original, tmp_path, c
     assert f"{target} exists" in refused(capsys, "convert", folder, target)
 
 
-def test_what_is_not_there_or_can_t_be_converted_is_refused(original, tmp_path, capsys):
+def test_what_is_missing_or_unknown_is_refused(original, tmp_path, capsys):
     _, folder = original
     assert "there is no folder /nowhere" in refused(capsys, "convert", "/nowhere", tmp_path / "a")
     reason = refused(capsys, "convert", "nobody/not-there", tmp_path / "a")

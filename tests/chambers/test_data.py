@@ -107,9 +107,7 @@ def test_of_many_clients_those_with_bad_rows_have_a_line(capsys, checkpoint, tmp
     assert [line.partition(":")[0] for line in lines] == shown
 
 
-def test_rows_that_the_template_rejects_are_named_before_flower_starts(
-    capsys, checkpoint, tmp_path
-):
+def test_rows_that_the_template_rejects_are_named(capsys, checkpoint, tmp_path):
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(ALTERNATE)
     write(tmp_path / "rows.jsonl", asked("who"), asked("who", "is it"))

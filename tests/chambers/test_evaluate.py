@@ -82,7 +82,7 @@ ALL = ("--tasks", "cb,copa,multirc,xsum", "--max-new-tokens", "4")
 
 
 @pytest.mark.slow
-def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_path, capsys):
+def test_split_scores_are_those_of_the_whole(run_folder, base, served, data, tmp_path, capsys):
     """Score the base model, the global adapter and a personalised one, in one table."""
     mine = run_folder / "adapters" / "clients" / "alpha"
     words = ["evaluate", *ALL, "--data", data, "--output", tmp_path / "scores.json"]

@@ -17,7 +17,7 @@ NEW = ("--max-new-tokens", "12", "the court holds that")
 
 
 @pytest.mark.parametrize("program", ["peft", "vllm", "llama.cpp"])
-def test_a_text_model_s_adapter_keeps_its_names(run_folder, base, tmp_path, capsys, program):
+def test_adapters_of_text_models_keep_their_names(run_folder, base, tmp_path, capsys, program):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "exported"
     shown = told(capsys, "export", adapter, folder, "--for", program)
     assert shown == f"{folder}: the adapter for {program}\n"

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.settings import ModelSettings
 from split.model.loading import tensors_of
 from split.model.partition import partition_of
-from tests.chambers.conftest import CLIENTS, ROOT, refused, serve, told, write_run
+from tests.chambers.conftest import ROOT, refused, serve, told, write_run
 from tests.conftest import write_checkpoint
 from tests.gguf_files import write_gguf
 
@@ -154,7 +153,7 @@ def test_drafts_do_not_change_greedy_answers(run_folder, base, served, capsys, s
         assert told(capsys, *words, "--draft", draft) == expected, draft
 
 
-def test_a_draft_needs_the_model_s_tokenizer(base, tmp_path, capsys):
+def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(base, other)
     tokens = json.loads((other / "tokenizer.json").read_text())
@@ -229,56 +228,6 @@ def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch
     assert "standard input is not utf-8: " in refusal and "at byte 4" in refusal
 
 
-@pytest.mark.slow
-def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
-    """Each uses its personalised model, which the other may not use."""
-    file = rows(tmp_path)
-
-    def words(client):
-        adapter = run_folder / "adapters" / "clients" / client
-        return ["generate", "--adapter", str(adapter), "--file", str(file), *NEW]
-
-    expected = {}
-    for client in CLIENTS:
-        told(capsys, *words(client), "--output", tmp_path / "whole")
-        expected[client] = (tmp_path / "whole").read_text()
-
-    def start(client):
-        own = ["--invitation", str(served / f"{client}.json"), "--output", str(tmp_path / client)]
-        command = [sys.executable, "-m", "chambers", *words(client), *own]
-        return subprocess.Popen(command, cwd=ROOT)
-
-    processes = [start(client) for client in CLIENTS]
-    assert [process.wait(120) for process in processes] == [0, 0]
-    assert {client: (tmp_path / client).read_text() for client in CLIENTS} == expected
-    foreign = refused(capsys, *words("beta"), "--invitation", served / "alpha.json")
-    assert (
-        "none of the models that the block server has for alpha (base, global, personalised)"
-        in (foreign)
-    )
-
-
-@pytest.mark.slow
-def test_the_program_prints_text_alone(run_folder, served, tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "chambers", "generate"),
-            *("--adapter", run_folder / "adapters" / "global"),
-            *("--invitation", served / "gamma.json"),
-            *NEW,
-            "the court",
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip().splitlines()) == 1
-    assert "generating" in done.stderr
-
-
 @pytest.fixture(scope="module")
 def prefix_run(base, tmp_path_factory):
     settings = {"adapter.kind": "prefix", "adapter.prefix-length": 3}
@@ -329,8 +278,12 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     words = ["--model", other, "the court"]
     refusal = refused(capsys, "generate", "--adapter", adapter, *words)
     assert f"is not that of {run_folder}: the digests of lm_head.weight, " in refusal
-    refusal = refused(capsys, "generate", "--invitation", served / "alpha.json", *words)
+    alpha = ("--invitation", served / "alpha.json")
+    refusal = refused(capsys, "generate", *alpha, *words)
     assert "is not that of the block server at 127.0.0.1" in refusal
+    beta = run_folder / "adapters" / "clients" / "beta"
+    refusal = refused(capsys, "generate", "--adapter", beta, *alpha, "the court")
+    assert "none of the models that the block server has for alpha (base, global, pers" in refusal
 
     # So does a client's state, in which the ends of a split model suffice.
     state = ClientState(str(tmp_path / "state"), "lineage", "alpha")
@@ -340,7 +293,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     write_json(state.directory / "config.json", config.flat())
     write_json(state.directory / "base-model.json", content)
     kept = shutil.copytree(adapter, state.directory / "adapters" / "global")
-    for invitation in ([], ["--invitation", served / "alpha.json"]):
+    for invitation in ((), alpha):
         own = ["generate", "--adapter", kept, *invitation]
         assert told(capsys, *own, *NEW, "the court") == expected
     refusal = refused(capsys, "generate", "--adapter", kept, *words)

@@ -9,8 +9,6 @@ import sys
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,7 +44,7 @@ def with_adapter(base, adapter):
 
 
 @pytest.mark.slow
-def test_the_folder_is_a_checkpoint_with_the_adapter_s_logits(run_folder, base, tmp_path, capsys):
+def test_the_folder_is_a_checkpoint_with_equal_logits(run_folder, base, tmp_path, capsys):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
     shown = told(capsys, "merge", adapter, folder)
     assert f"chambers generate --model {folder}" in shown
@@ -58,23 +56,7 @@ def test_the_folder_is_a_checkpoint_with_the_adapter_s_logits(run_folder, base, 
     assert "exists" in refused(capsys, "merge", adapter, folder)
 
 
-@pytest.mark.slow
-def test_lm_evaluation_harness_scores_the_folder_as_the_adapter(run_folder, base, tmp_path, capsys):
-    adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
-    told(capsys, "merge", adapter, folder)
-    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    texts = [(PROMPT, " void"), ("who", " costs the contract")]
-    requests = [Instance("loglikelihood", {}, text, 0) for text in texts]
-    found, expected = (
-        HFLM(
-            pretrained=model, tokenizer=AutoTokenizer.from_pretrained(base), device="cpu"
-        ).loglikelihood(requests, disable_tqdm=True)
-        for model in (str(folder), whole)
-    )
-    assert [value for value, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-4)
-
-
-def test_precision_is_the_checkpoint_s_or_chosen(run_folder, base, tmp_path, capsys):
+def test_precision_is_stored_or_chosen(run_folder, base, tmp_path, capsys):
     half = tmp_path / "half"
     write_checkpoint(half, blocks=4)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
@@ -156,7 +138,7 @@ def test_a_copied_adapter_is_merged_with_a_warning(run_folder, base, tmp_path, c
     assert f"Base model: `{other.name}`" in card and "## A name" in card
 
 
-def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_path, capsys):
+def test_what_cannot_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_path, capsys):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
     assert "no folder /nowhere" in refused(capsys, "merge", "/nowhere", folder)
     reason = refused(capsys, "merge", adapter, folder, "--model", deep_checkpoint)
@@ -178,7 +160,7 @@ def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_
     assert not folder.exists()
 
 
-def test_an_output_layer_that_shares_the_embeddings_is_merged_alone(tmp_path, capsys):
+def test_a_tied_output_layer_is_merged_alone(tmp_path, capsys):
     base, adapter = write_checkpoint(tmp_path / "tied", blocks=2), tmp_path / "adapter"
     model = AutoModelForCausalLM.from_pretrained(base)
     model.config.tie_word_embeddings = True

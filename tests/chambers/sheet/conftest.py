@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from chambers.sheet.blinding import read_key
+from chambers.sheet.blinding import read_sheet_key
 from tests.chambers.conftest import told
 
 MODELS = ("FedJudge-Base", "CL-Client2", "FedJudge-CL")
@@ -48,7 +48,7 @@ def read_table(folder, annotator=1):
 
 def fill(folder, score, annotator=1):
     """Write a filled sheet as the page saves it; ``score(key_row, criterion)`` returns a score."""
-    key = read_key(folder / "key.json")
+    key = read_sheet_key(folder / "key.json")
     lines = ["id,usefulness,fluency"]
     for row in read_table(folder, annotator):
         own = key.rows[row["id"]]

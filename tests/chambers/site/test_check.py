@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from chambers.__main__ import main
 from chambers.site.authority import INSIDE, open_authority
-from chambers.site.check_coordinator import check_coordinator
+from chambers.site.check_coordinator import report_on_coordinator
 from chambers.site.keys import open_instructions, open_node_key
 from chambers.site.release import open_signing_key
 from federation.worker_socket import connected_worker, send
@@ -95,7 +95,7 @@ def at_institution(capsys, site, port, *words, superlink=None, name="court", **w
 
 def at_coordinator(capsys, site, port, model="", proxy=None):
     proxy = proxy or f"localhost:{port}"
-    report = check_coordinator(site.folder, model, f"127.0.0.1:{port}", proxy)
+    report = report_on_coordinator(site.folder, model, f"127.0.0.1:{port}", proxy)
     return 0 if report.passed else 1, capsys.readouterr().out
 
 

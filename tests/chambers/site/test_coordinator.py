@@ -96,13 +96,6 @@ def test_a_new_authority_is_introduced_before_it_is_used(capsys, tmp_path):
         handshake(tmp_path, "localhost", old)
 
 
-def test_another_authority_is_not_trusted(capsys, tmp_path):
-    write(capsys, tmp_path / "a", *NAMES)
-    write(capsys, tmp_path / "b", *NAMES)
-    with pytest.raises(ssl.SSLCertVerificationError, match="certificate verify failed"):
-        handshake(tmp_path / "a", "localhost", tmp_path / "b" / "authority.pem")
-
-
 def test_only_the_authority_can_sign_and_both_expire(capsys, tmp_path):
     write(capsys, tmp_path, *NAMES)
     now = datetime.now(UTC)

@@ -47,7 +47,7 @@ def release(tmp_path):
     return build(tmp_path / "tiny.fab")
 
 
-def test_a_site_accepts_what_its_reviewer_has_signed_and_nothing_else(capsys, release, tmp_path):
+def test_a_site_accepts_only_what_its_reviewer_signed(capsys, release, tmp_path):
     alice, bob = (reviewer(tmp_path / name) for name in ("alice", "bob"))
     folder = tmp_path / "release"
     folder.mkdir()
