@@ -1,7 +1,6 @@
 """``chambers api``: OpenAI's client, other clients, and requests that are refused."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -646,27 +645,6 @@ def test_the_page_has_all_that_it_needs(whole):
     about = {model.id: model.description for model in client.models.list()}
     assert "with the global adapter of the run" in about["global"]
     assert about["base"].endswith("with no adapter.") and "/" not in about["base"]
-
-
-@pytest.mark.slow
-def test_another_client_of_openais_api_is_answered(whole, tmp_path):
-    """The client is ``llm``, a command-line tool."""
-    about = [
-        {"model_id": "court", "model_name": "global", "api_base": str(whole[0].base_url)},
-    ]
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(about))
-    # Its plugin for SmolLM2 needs a package that isn't installed.
-    environment = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
-    for question, streamed in zip(QUESTIONS, ("--no-stream", "--"), strict=False):
-        options = ["--key", "none", "-o", "temperature", "0", "-o", "max_tokens", str(TOKENS)]
-        said = subprocess.run(
-            [sys.executable, "-m", "llm", "-m", "court", *options, streamed, question],
-            env=os.environ | environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        assert said.strip() == text_of(ask(whole[0], question))
 
 
 @pytest.mark.slow
