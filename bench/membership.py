@@ -53,7 +53,7 @@ def measure_membership(
     train_on(examples[-_EARLIER:])
     before = {name: value.detach().clone() for name, value in parameters.items()}
     others = examples[-_EARLIER - _OTHERS : -_EARLIER]
-    found = []
+    results = []
     for count in rounds:
         rows = examples[:count]
         candidates = [collate([e], base.tokenizer.pad_token_id) for e in (*rows, *others)]
@@ -65,13 +65,13 @@ def measure_membership(
         after = model.summed_losses(candidates)
         gained = [old - new for old, new in zip(losses, after, strict=True)]
         aligned = [_alignment(gradient, changes) for gradient in gradients]
-        found.append(
+        results.append(
             {
                 "loss": _share_recognised(gained, count),
                 "gradient": _share_recognised(aligned, count),
             }
         )
-    return found
+    return results
 
 
 def _alignment(gradient: _Values, changes: _Values) -> float:
@@ -96,11 +96,11 @@ def main() -> None:
     arguments = parser.parse_args()
     settings, seeds = ModelSettings(name=arguments.model), range(arguments.seeds)
     table = make_table("rows", "told by loss", "told by gradient")
-    found = [measure_membership(settings, seed) for seed in seeds]
+    results = [measure_membership(settings, seed) for seed in seeds]
     for index, rows in enumerate(_ROWS):
         cells = []
         for attack in ("loss", "gradient"):
-            values = [each[index][attack] for each in found]
+            values = [each[index][attack] for each in results]
             cells.append(f"{100 * statistics.mean(values):.1f} % ({100 * min(values):.1f})")
         table.add_row(str(rows), *cells)
     show(f"{arguments.model}; mean over {arguments.seeds} seeds, and the lowest value", table)

@@ -71,12 +71,12 @@ def measure_tokens(
     }
 
 
-def make_token_table(found: Sequence[Mapping[str, Sequence[Told]]]) -> Table:
+def make_token_table(results: Sequence[Mapping[str, Sequence[Told]]]) -> Table:
     """Return the table of the sums of several seeds' results."""
     result = make_table("", *(f"{rows} row{'s' * (rows > 1)}" for rows in ROW_COUNTS))
-    for name in found[0]:
+    for name in results[0]:
         cells = []
-        for of_rows in zip(*(each[name] for each in found), strict=True):
+        for of_rows in zip(*(each[name] for each in results), strict=True):
             right, occurring, wrong = (sum(numbers) for numbers in zip(*of_rows, strict=True))
             cells.append(f"{right}/{occurring}, {wrong} wrong")
         result.add_row(name, *cells)
@@ -135,7 +135,7 @@ def _attack(
     with torch.no_grad():
         read = prepare(base.model, parameters, tested, others)
     chosen = {name: value.detach().clone() for name, value in parameters.items()}
-    found, generator = [], torch.Generator().manual_seed(seed)  # training seeds torch's own
+    results, generator = [], torch.Generator().manual_seed(seed)  # training seeds torch's own
     for count in rows:
         changes = {}
         for step in range(steps):
@@ -152,8 +152,8 @@ def _attack(
         occurring = tokens_of(own[:count], only_targets=adapter.targets == "lm_head")
         if adapter.kind == "prefix":
             occurring &= set(tested)
-        found.append((len(told & occurring), len(occurring), len(told - occurring)))
-    return found
+        results.append((len(told & occurring), len(occurring), len(told - occurring)))
+    return results
 
 
 def _draw(tokens: set[int], count: int) -> list[int]:

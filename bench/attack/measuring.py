@@ -79,10 +79,10 @@ class Attacked:
             search = self._search(cell.head_blocks)
             most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
             received = transmit(hidden, cell.wire, cell.noise)
-            found = [search.read(row, cell.wire, cell.noise, most) for row in received]
+            reconstructed = [search.read(row, cell.wire, cell.noise, most) for row in received]
         else:
-            found = self._decode(cell, hidden, cell.attack)
-        return self._scores(found, [row[self._texts.known :] for row in rows])
+            reconstructed = self._decode(cell, hidden, cell.attack)
+        return self._scores(reconstructed, [row[self._texts.known :] for row in rows])
 
     def _decode(self, cell: Cell, hidden: Sequence[Tensor], kind: DecoderKind) -> list[Tensor]:
         """Train a decoder on the colluding client, and reconstruct the attacked texts with it."""
@@ -111,7 +111,7 @@ class Attacked:
         Each training step has one text.
         """
         parts = self._load(cell.head_blocks, cell.tail_blocks, ("head", "body", "tail"))
-        found, labels = [], []
+        reconstructed, labels = [], []
         for example in self._texts.choose(self._sizes.labelled, cell.seed):
             batch = collate([example], self._texts.padding)
             padding = Padding("right", batch.lengths)
@@ -129,15 +129,15 @@ class Attacked:
                 positions=batch.positions,
                 count=count,
             )
-            found.append(read)
+            reconstructed.append(read)
             labels.append(batch.labels[-count:])
-        return found, labels
+        return reconstructed, labels
 
-    def _scores(self, found: Sequence[Tensor], texts: Sequence[Tensor]) -> Result:
+    def _scores(self, reconstructed: Sequence[Tensor], texts: Sequence[Tensor]) -> Result:
         """Compare reconstructed texts with the originals: ROUGE-1, and tokens read correctly."""
         decode = self._texts.text_of
-        scores = score([decode(row) for row in found], [decode(row) for row in texts])
-        equal = torch.cat(list(found)) == torch.cat(list(texts))
+        scores = score([decode(row) for row in reconstructed], [decode(row) for row in texts])
+        equal = torch.cat(list(reconstructed)) == torch.cat(list(texts))
         return {"rouge1": scores["rouge1"], "read": int(equal.sum()), "attacked": len(equal)}
 
     def _load(

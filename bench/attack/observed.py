@@ -26,13 +26,13 @@ _ROWS_AT_ONCE = 16
 def compute_head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
     """Compute a head's hidden states, (tokens, hidden) of each row of tokens."""
     head.train(False)
-    found = []
+    outputs = []
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         group = rows[first : first + _ROWS_AT_ONCE]
         lengths = torch.tensor([len(row) for row in group])
         hidden = head(pad_sequence(list(group), batch_first=True), Padding("right", lengths))
-        found += [row[:length] for row, length in zip(hidden, lengths, strict=True)]
-    return found
+        outputs += [row[:length] for row, length in zip(hidden, lengths, strict=True)]
+    return outputs
 
 
 def transmit(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
