@@ -11,7 +11,15 @@ import typer
 
 from chambers.disk_space import find_existing
 from chambers.errors import CommandError, interrupt_at_end
-from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option, trained_on
+from chambers.sources import (
+    BASE_MODEL,
+    AdapterOptions,
+    RunFolder,
+    argument,
+    find_run,
+    option,
+    trained_on,
+)
 from chambers.train import count_clients
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import SavedAdapter, read_adapter
@@ -89,9 +97,7 @@ class Merge:
 
     adapter: Annotated[Path, argument("ADAPTER")]
     folder: Annotated[Path, argument("FOLDER")]
-    model: Annotated[
-        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
-    ] = None
+    model: Annotated[str | None, BASE_MODEL] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         option("Precision of the merged weights; default auto, that of the base model."),
@@ -185,9 +191,7 @@ class Export:
         Literal["peft", "vllm", "llama.cpp"],
         typer.Option("--for", help="Program that loads the adapter.", show_default=False),
     ]
-    model: Annotated[
-        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
-    ] = None
+    model: Annotated[str | None, BASE_MODEL] = None
 
     def __call__(self) -> int:
         """Write the adapter."""
@@ -217,8 +221,8 @@ def _held_out(run: RunFolder | None, file: Path | None) -> "tuple[list[Row], str
     if file:
         return read_rows(file)[:_COMPARED], f"rows of {file}"
     config = run.config if run else {}
-    found = {k.removeprefix("data."): v for k, v in config.items() if k.startswith("data.")}
-    settings = DataSettings.model_validate(found)
+    data = {k.removeprefix("data."): v for k, v in config.items() if k.startswith("data.")}
+    settings = DataSettings.model_validate(data)
     if not Path(settings.path).expanduser().exists():
         settings = settings.model_copy(update={"path": ""})
     count = count_clients({"data.path": settings.path, "data.pool": settings.pool})

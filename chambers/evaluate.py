@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, interrupt_at_end
 from chambers.sources import (
+    INVITATION,
     AdapterOptions,
     BaseModelOptions,
     argument,
@@ -68,9 +69,7 @@ class Evaluate(BaseModelOptions):
     include: Annotated[
         Path | None, option("Folder with YAML files of more lm-evaluation-harness tasks.", "FOLDER")
     ] = None
-    invitation: Annotated[
-        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
-    ] = None
+    invitation: Annotated[Path | None, INVITATION] = None
     limit: Annotated[
         int | None, count("Score only the first N rows of each file; default: all.")
     ] = None

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from chambers.errors import CommandError
-from chambers.sources import DRAFT_HELP, AdapterOptions, argument, check_output, count, option
+from chambers.sources import (
+    DRAFT,
+    INVITATION,
+    AdapterOptions,
+    argument,
+    check_output,
+    count,
+    option,
+)
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
 from finetuning.files import filling, json_text
@@ -52,9 +60,7 @@ class Generate(AdapterOptions):
         Path | None,
         option('Write rows with the key "generated" to this file instead of printing.', "F.jsonl"),
     ] = None
-    invitation: Annotated[
-        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
-    ] = None
+    invitation: Annotated[Path | None, INVITATION] = None
     max_new_tokens: Annotated[int, count("Maximum tokens per answer; default 256.")] = 256
     temperature: Annotated[float, option("Sampling temperature; default 0 (greedy).", "T")] = 0.0
     top_p: Annotated[
@@ -65,7 +71,7 @@ class Generate(AdapterOptions):
     batch_size: Annotated[
         int, count("Number of prompts in a batch; default 8, but always 1 with --draft.")
     ] = 8
-    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
+    draft: Annotated[str | None, DRAFT] = None
 
     def __call__(self) -> int:
         """Generate the texts."""

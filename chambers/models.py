@@ -52,7 +52,7 @@ def find_source(options: AdapterOptions, invitation_file: Path | None) -> ModelS
 def read_invitation(file: Path) -> StandingInvitation:
     """Read an invitation; raise ``CommandError`` if it is unreadable, invalid or expired."""
     try:
-        found = StandingInvitation.model_validate_json(read_bytes(file))
+        invitation = StandingInvitation.model_validate_json(read_bytes(file))
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
@@ -60,12 +60,12 @@ def read_invitation(file: Path) -> StandingInvitation:
             f"{file} is not an invitation that `chambers serve` has written "
             f"({f'{where}: ' if where else ''}{problem['msg']}); ask for the file again"
         ) from None
-    if found.expires <= datetime.now(UTC):
+    if invitation.expires <= datetime.now(UTC):
         raise CommandError(
-            f"the invitation {file} expired on {found.expires:%Y-%m-%d at %H:%M} UTC; ask the "
+            f"the invitation {file} expired on {invitation.expires:%Y-%m-%d at %H:%M} UTC; ask the "
             "coordinator for a new one"
         )
-    return found
+    return invitation
 
 
 def check_length(

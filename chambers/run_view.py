@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from chambers.run_status import RunState, duration, read_run_state, render_status
+from chambers.run_status import RunState, format_duration, read_run_state, render_status
 from federation.messages import MODELS
 from federation.run_folder import LOG, METRICS, Event
 from split.protocol.errors import printable
@@ -68,10 +68,10 @@ def live_view(console: Console | None = None) -> Iterator[Show]:
     started = time.monotonic()
     console = console or Console(markup=False, emoji=False, highlight=False)
 
-    def show(seen: RunState | None) -> None:
-        passed = duration(time.monotonic() - started)
+    def show(run: RunState | None) -> None:
+        passed = format_duration(time.monotonic() - started)
         starting = f"starting Flower and loading the base model ({passed})"
-        live.update(starting if seen is None else render_status(seen), refresh=True)
+        live.update(starting if run is None else render_status(run), refresh=True)
 
     with Live(console=console, auto_refresh=False, transient=True) as live:
         show(None)
@@ -85,18 +85,18 @@ class Lines:
         self._printed: int | None = None
         print("starting Flower and loading the base model", file=sys.stderr)
 
-    def __call__(self, seen: RunState | None) -> None:
+    def __call__(self, run: RunState | None) -> None:
         """Print the lines that have been added since the last call."""
-        if seen is None or not seen.events:
+        if run is None or not run.events:
             return
-        lines = list(run_lines(seen.config, seen.events))
+        lines = list(run_lines(run.config, run.events))
         if self._printed is None:
-            print(f"results and {LOG}: {seen.directory}", flush=True)
+            print(f"results and {LOG}: {run.directory}", flush=True)
             # Skip the lines that were printed before the run was resumed.
-            self._printed = len(lines) if seen.config.get("resume") else 0
+            self._printed = len(lines) if run.config.get("resume") else 0
         new, self._printed = lines[self._printed :], len(lines)
-        if new and seen.seconds_left:
-            new[-1] += f"; about {duration(seen.seconds_left)} left"
+        if new and run.seconds_left:
+            new[-1] += f"; about {format_duration(run.seconds_left)} left"
         for line in new:
             print(line, flush=True)
 
@@ -171,8 +171,8 @@ def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[st
 
 
 def _line(what: str, event: Event, losses: str, left_out: str) -> str:
-    duration = f"{what} in {event.get('seconds', 0):.0f} s"
-    return "; ".join(filter(None, (duration, losses, left_out and f"left out: {left_out}")))
+    heading = f"{what} in {event.get('seconds', 0):.0f} s"
+    return "; ".join(filter(None, (heading, losses, left_out and f"left out: {left_out}")))
 
 
 def _reasons(event: Event) -> str:

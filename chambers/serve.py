@@ -221,9 +221,9 @@ class Serve(AdapterOptions):
             "advertise": self.advertise,
         }
         for name in ("head_blocks", "tail_blocks", "wire_dtype", "body_devices"):
-            given = getattr(self, name)
+            value = getattr(self, name)
             key = f"split.{name.replace('_', '-')}"
-            chosen[name] = config.get(key) if given is None else given
+            chosen[name] = config.get(key) if value is None else value
         try:
             return SplitSettings(**{name: v for name, v in chosen.items() if v is not None})
         except ValidationError as error:

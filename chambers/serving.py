@@ -74,8 +74,8 @@ def serve_models(served: Served, lifetime: float) -> Iterator[tuple[str, dict[st
 def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, Path]:
     """Write the invitations; return their files, keyed by client."""
     digests = fingerprint(served.directory)
-    theirs = tensors_of(served.directory, served.partition, ("head", "tail"))
-    needed = {name: digests[name] for name in {*PARTIES_SHARE, *theirs} if name in digests}
+    of_clients = tensors_of(served.directory, served.partition, ("head", "tail"))
+    needed = {name: digests[name] for name in {*PARTIES_SHARE, *of_clients} if name in digests}
     files = {}
     for client, models in served.models.items():
         invitation = server.invite(client, models, lifetime)

@@ -71,19 +71,19 @@ class Status:
         if not console.is_terminal:
             console.width = 120
         try:
-            seen = read_run_state(directory, self.coordinator)
+            run = read_run_state(directory, self.coordinator)
             if self.watch and console.is_terminal:
-                with Live(render_status(seen), console=console, auto_refresh=False) as live:
-                    while seen.is_running:
+                with Live(render_status(run), console=console, auto_refresh=False) as live:
+                    while run.is_running:
                         time.sleep(2.0)
-                        seen = read_run_state(directory, self.coordinator)
-                        live.update(render_status(seen), refresh=True)
-                return seen.exit_status
-            console.print(render_status(seen))
-            while self.watch and seen.is_running:
+                        run = read_run_state(directory, self.coordinator)
+                        live.update(render_status(run), refresh=True)
+                return run.exit_status
+            console.print(render_status(run))
+            while self.watch and run.is_running:
                 time.sleep(30.0)  # less often, since output may go to a file
-                seen = read_run_state(directory, self.coordinator)
-                console.print("", render_status(seen))
-            return seen.exit_status
+                run = read_run_state(directory, self.coordinator)
+                console.print("", render_status(run))
+            return run.exit_status
         except (OSError, ValueError) as error:
             raise CommandError(f"{directory} can't be read: {error}") from error

@@ -176,8 +176,8 @@ def _status(superlink: SuperLink, run: str, log: str) -> str:
         raise CommandError(
             f"the SuperLink doesn't report how the run ended: {listing.stderr.strip()[-2000:]}"
         )
-    found = json.loads(listing.stdout)["runs"][0]
-    status, details = str(found["status"]), str(found.get("status-details", ""))
+    run_status = json.loads(listing.stdout)["runs"][0]
+    status, details = str(run_status["status"]), str(run_status.get("status-details", ""))
     if status == COMPLETED:
         return status
     if status == "finished:stopped":

@@ -76,15 +76,15 @@ def score_models(
                     references = [question.answers[0] for question in own]
                     kept["bertscore"] = bertscore(answers.texts, references, encoder)
             if harness is not None:
-                for name, found in _harness_scores(
+                for name, own_scores in _harness_scores(
                     limits=limits,
                     harness=harness,
                     model=model,
                     tokenizer=tokenizer,
                     source=source,
                 ).items():
-                    empty = {"questions": found["questions"], _MAJORITY: {}, "models": {}}
-                    scores.setdefault(name, empty)["models"][model_name] = found["metrics"]
+                    empty = {"questions": own_scores["questions"], _MAJORITY: {}, "models": {}}
+                    scores.setdefault(name, empty)["models"][model_name] = own_scores["metrics"]
 
 
 def _harness_scores(
@@ -109,16 +109,16 @@ def _harness_scores(
 
 
 def print_scores(scores: Scores) -> None:
-    """Print a table; multiply them by 100, except for tasks of the harness."""
+    """Print a table of the scores; multiply them by 100, except for tasks of the harness."""
     models = list(next(iter(scores.values()))["models"])
     table = Table()
     for column in ("task", "questions", "metric", _MAJORITY, *models):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
     for name, of_task in scores.items():
-        found = [of_task[_MAJORITY], *of_task["models"].values()]
+        columns = [of_task[_MAJORITY], *of_task["models"].values()]
         metrics = [metric for metric in of_task["models"][models[0]] if metric != "seconds"]
         for metric in metrics:
-            values = (_format(name, v[metric]) if metric in v else "" for v in found)
+            values = (_format(name, v[metric]) if metric in v else "" for v in columns)
             table.add_row(name, str(of_task["questions"] or ""), metric, *values)
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:

@@ -116,12 +116,12 @@ class _Row:
             self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         start = max(0, self._emitted - self._withheld)
-        found = [i for stop in self.request.stop if (i := text.find(stop, start)) >= 0]
+        stops = [i for stop in self.request.stop if (i := text.find(stop, start)) >= 0]
         reason = "length" if self.count == self.request.max_tokens else None
-        if ended or found:
+        if ended or stops:
             reason = "stop"
-        if found:
-            text = text[: min(found)]
+        if stops:
+            text = text[: min(stops)]
         elif reason is None:
             # U+FFFD stands for the bytes of an incomplete character.
             text = text[: max(0, len(text) - self._withheld)].rstrip("\ufffd")

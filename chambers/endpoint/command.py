@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, read_bytes
-from chambers.sources import DRAFT_HELP, BaseModelOptions, argument, count, option
+from chambers.sources import DRAFT, INVITATION, BaseModelOptions, argument, count, option
 from split.address import parse_address
 
 if TYPE_CHECKING:
@@ -26,10 +26,8 @@ class ModelsOptions(BaseModelOptions):
     """Options of commands that answer with any of several models."""
 
     adapters: Annotated[list[Path] | None, argument("[ADAPTER]…")] = None
-    invitation: Annotated[
-        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
-    ] = None
-    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
+    invitation: Annotated[Path | None, INVITATION] = None
+    draft: Annotated[str | None, DRAFT] = None
     max_prompt_length: Annotated[
         int, count("Maximum length of a prompt in tokens; default 4096.")
     ] = 4096

@@ -30,8 +30,8 @@ _UNUSED = {
 
 def _drop_unused(value: Any) -> Any:
     """Leave out parameters without an effect; raise an error for those that aren't supported."""
-    given = value.items() if isinstance(value, dict) else ()
-    kept = {name: each for name, each in given if each is not None and name not in _UNUSED}
+    items = value.items() if isinstance(value, dict) else ()
+    kept = {name: each for name, each in items if each is not None and name not in _UNUSED}
     for name in kept.keys() & _UNSUPPORTED:
         if kept.pop(name) not in _UNSUPPORTED[name]:
             reason = f"'{name}' is not supported by this endpoint; leave it out"

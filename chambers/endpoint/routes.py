@@ -156,9 +156,9 @@ class _Endpoint:
         # Prevent DNS rebinding, with which a web page could send requests.
         if self.key is None and not _is_loopback(http.headers.get("host", "")):
             raise ApiError(400, "without a key, the Host header must name this machine")
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else ""
-        if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+        scheme, _, credentials = http.headers.get("authorization", "").partition(" ")
+        sent = credentials.strip() if scheme.lower() == "bearer" else ""
+        if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
             raise ApiError(401, "the API key is missing or wrong", "authentication_error")
 
     def _known(self, name: str) -> str:
@@ -227,19 +227,22 @@ class _Endpoint:
             raise ApiError(400, problem, parameter=parameter)
         pieces = _Pieces(asyncio.get_running_loop(), len(prompts))
         try:
-            given = [await asyncio.to_thread(prompt) for prompt in prompts]
+            tokens_of_prompts = [await asyncio.to_thread(prompt) for prompt in prompts]
             schema = wanted.response_format.schema_of_answer
             grammar = "" if schema is None else grammar_of(schema)
             requests = [
                 self._request(wanted, index, tokens, grammar, partial(pieces.emit, index))
-                for index, tokens in enumerate(given)
+                for index, tokens in enumerate(tokens_of_prompts)
             ]
             self.answerer.submit(*requests)
         except UserError as error:
             raise ApiError(400, str(error), parameter=parameter) from error
         except BusyError as error:
             raise ApiError(429, str(error), "rate_limit_error") from error
-        pieces.prompt_tokens, pieces.requests = [len(tokens) for tokens in given], requests
+        pieces.prompt_tokens, pieces.requests = (
+            [len(tokens) for tokens in tokens_of_prompts],
+            requests,
+        )
         return pieces
 
     def _request(

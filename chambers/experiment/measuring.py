@@ -51,7 +51,7 @@ def measure_untrained(
         for name in arms:
             own = sorted(_measures_of(experiment, name) - _REPORTED)
             values = measuring.values(None, groups, own)
-            records += [Record(name, BASE, seed, *found) for found in values]
+            records += [Record(name, BASE, seed, *value) for value in values]
     return records
 
 
@@ -79,7 +79,7 @@ def measure_run(
         measuring, records = Measuring(config), []
         for name, adapter in adapters.items():
             values = measuring.values(adapter, groups, measures)
-            records += [Record(run.arm, name, run.seed, *found) for found in values]
+            records += [Record(run.arm, name, run.seed, *value) for value in values]
         write_records(file, about, records)
     records += _reported(run, directory, sorted(wanted & _REPORTED))
     print(f"finished: {run.name}", file=sys.stderr)
@@ -129,8 +129,8 @@ class Measuring:
         for example in examples:
             prompt, rest = example.tokens.tensor_split([example.prompt_length])
             references.append(Continuation(prompt, rest[example.is_target[len(prompt) :]]))
-        found = self._log_probabilities(model, [[each] for each in references])
-        pairs = zip(found, references, strict=True)
+        scored = self._log_probabilities(model, [[each] for each in references])
+        pairs = zip(scored, references, strict=True)
         return [-one.log_probability / len(reference.answer) for (one,), reference in pairs]
 
     def _articles(self, model: WholeModel, group: Group) -> list[float]:
@@ -138,11 +138,11 @@ class Measuring:
         texts = list(group.beginnings.values())
         tokens = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         prompts = tokenize_prompts(group.rows, self._tokenizer)
-        found = self._log_probabilities(
+        scored = self._log_probabilities(
             model, [[Continuation(p, torch.tensor(each)) for each in tokens] for p in prompts]
         )
         right = []
-        for likelihoods, article in zip(found, group.articles, strict=True):
+        for likelihoods, article in zip(scored, group.articles, strict=True):
             pairs = zip(group.beginnings, likelihoods, strict=True)
             likeliest, _ = max(pairs, key=lambda pair: pair[1].log_probability)
             right.append(float(likeliest == article))
@@ -243,11 +243,11 @@ def _adapters(experiment: Experiment, run: PlannedRun, directory: Path) -> dict[
     """Return the folders of a completed run's adapters, keyed by the model's name."""
     adapters = directory / "adapters"
     name = group_name(run.variant, run.client) if run.client else GLOBAL
-    found = {name: adapters / "global"}
+    folders_by_model = {name: adapters / "global"}
     if experiment.arms[run.arm].personalised:
         folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
-        found |= {group_name(run.variant, folder.name): folder for folder in folders}
-    return found
+        folders_by_model |= {group_name(run.variant, folder.name): folder for folder in folders}
+    return folders_by_model
 
 
 def _reported(run: PlannedRun, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:

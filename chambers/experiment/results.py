@@ -122,18 +122,20 @@ def rows_of(
     highest = math.inf if table.measure in {"loss", "distance"} else 1.0
     rows = []
 
-    def found(values: _Values, lowest: float) -> Interval:
+    def summarise(values: _Values, lowest: float) -> Interval:
         return interval(_by_seed(values), shared, lowest, highest)
 
     for (arm, kind), line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
         other = compared.get(kind) or next(iter(compared.values()), {})
         gains = {
-            column: found({key: line[column][key] - own for key, own in values.items()}, -highest)
+            column: summarise(
+                {key: line[column][key] - own for key, own in values.items()}, -highest
+            )
             for column, values in other.items()
             if arm not in {table.against, CONSTANT}
             and line.get(column, {}).keys() == values.keys()  # the same clients
         }
-        cells = {column: found(values, 0.0) for column, values in line.items()}
+        cells = {column: summarise(values, 0.0) for column, values in line.items()}
         client = None if kind in {BASE, GLOBAL, _CLIENTS} else kind
         rows.append(TableRow(_label(experiment, arm, kind, lines), arm, client, cells, gains))
     return rows

@@ -111,9 +111,9 @@ def to_table(questions: Sequence[SheetQuestion]) -> str:
     table: Any = csv.writer(text)
     table.writerow(["id", "number", "question", "reference", "answer", *CRITERIA])
     for number, question in enumerate(questions, start=1):
-        given = [_plain(question.text), _plain(question.reference)]
+        shared = [_plain(question.text), _plain(question.reference)]
         for name, answer in question.answers.items():
-            cells = [name, number, *given, _plain(answer)]
+            cells = [name, number, *shared, _plain(answer)]
             table.writerow([*cells, *("" for _ in CRITERIA)])
     return text.getvalue()
 

@@ -54,9 +54,9 @@ class Make:
         from finetuning.files import replacing, write_secret
 
         files = self._files()
-        found = read_answers(files)
+        questions = read_answers(files)
         seed = secrets.randbits(64) if self.seed is None else self.seed
-        drawn = random.Random(seed).sample(found, min(self.questions, len(found)))
+        drawn = random.Random(seed).sample(questions, min(self.questions, len(questions)))
         if self.hide_references:
             drawn = [replace(question, reference="") for question in drawn]
         for model in files:

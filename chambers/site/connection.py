@@ -68,14 +68,14 @@ def get(address: str, path: str, authority: Path) -> ServerAnswer:
         certificate = connection.sock.getpeercert(binary_form=True)
         response = connection.getresponse()
         after = datetime.now(UTC)
-        theirs = parsedate_to_datetime(response.headers["Date"])
+        server_time = parsedate_to_datetime(response.headers["Date"])
     except (OSError, HTTPException, TypeError, ValueError) as error:
         raise CommandError(f"{address}: {_explain(error, host, authority)}") from error
     finally:
         connection.close()
     assert certificate is not None
     # The Date header is truncated to whole seconds, so on average it is half a second behind.
-    ahead = (before + (after - before) / 2 - theirs).total_seconds() - 0.5
+    ahead = (before + (after - before) / 2 - server_time).total_seconds() - 0.5
     return ServerAnswer(response.status, ahead, x509.load_der_x509_certificate(certificate))
 
 
