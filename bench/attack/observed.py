@@ -44,9 +44,9 @@ def transmit(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> li
         key = os.urandom(32)
         opener = Opener(key, limits)
         for record in _seal(frame, limits, key):
-            opened = opener.open(record)
-        assert opened is not None  # the last record completes the frame
-        received.append(opened.tensors["hidden"][0].float())
+            complete = opener.open(record)
+        assert complete is not None  # the last record completes the frame
+        received.append(complete.tensors["hidden"][0].float())
     return received
 
 

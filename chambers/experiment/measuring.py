@@ -267,9 +267,9 @@ def _output_to(file: Path) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     before = os.dup(1), os.dup(2)
-    with file.open("ab") as opened:
-        os.dup2(opened.fileno(), 1)
-        os.dup2(opened.fileno(), 2)
+    with file.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     try:
         yield
     finally:

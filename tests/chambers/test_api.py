@@ -30,7 +30,7 @@ from chambers.sources import AdapterOptions
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.base_model import load_tokenizer
 from tests.chambers.browser import browser, needs_browser
-from tests.chambers.conftest import ROOT, refused, told, write_run
+from tests.chambers.conftest import ROOT, execute, refused, write_run
 from tests.chambers.test_serve import alter, serving_here
 from tests.split.lanes import Proxy
 from tests.waiting import wait_until
@@ -96,7 +96,7 @@ def text_of(reply):
 def generated(capsys, *words):
     """Return the answer of ``chambers generate`` to each question."""
     words = ("generate", "--max-new-tokens", str(TOKENS), "--batch-size", "1", *words)
-    return [told(capsys, *words, question).strip() for question in QUESTIONS]
+    return [execute(capsys, *words, question).strip() for question in QUESTIONS]
 
 
 def test_every_model_answers_as_generate_does(whole, base, run_folder, capsys):

@@ -8,7 +8,7 @@ import torch
 
 from chambers.endpoint import answering as answering_module
 from chambers.endpoint.answer_stream import AnswerStream, Piece
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import execute, refused
 from tests.chambers.test_api import TOKENS, adapters, answering, text_of
 
 QUESTION = "the court holds that"
@@ -17,7 +17,7 @@ QUESTION = "the court holds that"
 def chatted(capsys, monkeypatch, lines, *words):
     """Return the outputs of a chat with these lines of input."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    return told(capsys, "chat", *words, "--max-new-tokens", TOKENS)
+    return execute(capsys, "chat", *words, "--max-new-tokens", TOKENS)
 
 
 @pytest.mark.slow

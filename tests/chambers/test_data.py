@@ -112,5 +112,5 @@ def test_rows_that_the_template_rejects_are_named(capsys, checkpoint, tmp_path):
     (model / "chat_template.jinja").write_text(ALTERNATE)
     write(tmp_path / "rows.jsonl", asked("who"), asked("who", "is it"))
     words = (f"model.name={model}", f"data.path={tmp_path}/rows.jsonl", "--clients", 2)
-    told = f"{tmp_path}/rows.jsonl:2: the chat template rejects this row: roles must alternate\n"
-    assert refused(capsys, "train", *words).endswith(told)
+    execute = f"{tmp_path}/rows.jsonl:2: the chat template rejects this row: roles must alternate\n"
+    assert refused(capsys, "train", *words).endswith(execute)

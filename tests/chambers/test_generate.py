@@ -27,7 +27,7 @@ from finetuning.model.fingerprint import fingerprint
 from finetuning.settings import ModelSettings
 from split.model.loading import tensors_of
 from split.model.partition import partition_of
-from tests.chambers.conftest import ROOT, refused, serve, told, write_run
+from tests.chambers.conftest import ROOT, execute, refused, serve, write_run
 from tests.conftest import write_checkpoint
 from tests.gguf_files import write_gguf
 
@@ -85,9 +85,11 @@ def test_the_whole_model_generates_as_peft_does(run_folder, base, capsys):
         output = model.generate(input_ids=tokens[None], do_sample=False, max_new_tokens=12)
         text = tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
         expected.append(text.strip())
-    shown = told(capsys, "generate", "--adapter", directory, *NEW, "--batch-size", "1", *QUESTIONS)
+    shown = execute(
+        capsys, "generate", "--adapter", directory, *NEW, "--batch-size", "1", *QUESTIONS
+    )
     assert shown == "".join(text + "\n" for text in expected)
-    bare = told(capsys, "generate", "--model", base, *NEW, *QUESTIONS)
+    bare = execute(capsys, "generate", "--model", base, *NEW, *QUESTIONS)
     assert bare != shown
 
 
@@ -95,7 +97,7 @@ def test_a_gguf_file_generates_as_its_checkpoint_does(base, tmp_path, capsys, mo
     write_gguf(base, tmp_path / "model.gguf")
     monkeypatch.chdir(tmp_path)
     words = ["generate", *NEW, *QUESTIONS, "--model"]
-    assert told(capsys, *words, "model.gguf") == told(capsys, *words, base)
+    assert execute(capsys, *words, "model.gguf") == execute(capsys, *words, base)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     refusal = refused(capsys, *words, tmp_path / "model.gguf")
     assert "model.gguf is damaged or incomplete" in refusal
@@ -130,9 +132,9 @@ def test_a_split_model_generates_as_the_whole_one_does(
     if adapter:
         model = ["--adapter", run_folder / "adapters" / adapter]
     whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
-    assert not told(capsys, "generate", *model, *words, "--output", whole)
+    assert not execute(capsys, "generate", *model, *words, "--output", whole)
     invitation = ["--invitation", served / "alpha.json"]
-    assert not told(capsys, "generate", *model, *invitation, *words, "--output", split)
+    assert not execute(capsys, "generate", *model, *invitation, *words, "--output", split)
     assert whole.read_text() == split.read_text()
     written = [json.loads(line) for line in split.read_text().splitlines()]
     given = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
@@ -146,11 +148,11 @@ def test_a_split_model_generates_as_the_whole_one_does(
 def test_drafts_do_not_change_greedy_answers(run_folder, base, served, capsys, split):
     adapter = ["--adapter", run_folder / "adapters" / "global"]
     words = ["generate", *adapter, *NEW, *QUESTIONS]
-    expected = told(capsys, *words)
+    expected = execute(capsys, *words)
     if split:
         words += ["--invitation", served / "alpha.json"]
     for draft in ("prompt", base):
-        assert told(capsys, *words, "--draft", draft) == expected, draft
+        assert execute(capsys, *words, "--draft", draft) == expected, draft
 
 
 def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys):
@@ -180,7 +182,7 @@ def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys):
 
 def test_models_that_cannot_verify_drafts_go_on_without(prefix_run, base, tmp_path, capsys):
     words = ["generate", *NEW, "--adapter", prefix_run / "adapters" / "global", "a b c a b c a b"]
-    expected = told(capsys, *words)
+    expected = execute(capsys, *words)
     assert main([*map(str, words), "--draft", "prompt"]) == 0
     shown = capsys.readouterr()
     assert shown.out == expected
@@ -194,7 +196,7 @@ def test_models_that_cannot_verify_drafts_go_on_without(prefix_run, base, tmp_pa
 def test_half_a_surrogate_pair_in_an_unused_field_is_kept(base, tmp_path, capsys):
     file, output = tmp_path / "rows.jsonl", tmp_path / "output.jsonl"
     file.write_text('{"instruction": "a", "note": "\\ud83d"}\n')
-    told(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
+    execute(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
     assert json.loads(output.read_text())["note"] == "\ud83d"
 
 
@@ -203,7 +205,7 @@ def test_fields_that_json_lacks_are_written_as_json(base, tmp_path, capsys):
     fields = {"scores": [[0.5, math.nan, -math.inf]], "scan": [{"bytes": b"\xff"}]}
     table = pyarrow.table({"instruction": ["a"], "day": [date(2026, 1, 2)], **fields})
     pyarrow.parquet.write_table(table, file)
-    told(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
+    execute(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
     row = json.loads(output.read_text(), parse_constant=pytest.fail)
     assert (row["scores"], row["scan"]) == ([0.5, None, None], {"bytes": "/w=="})
     assert row["day"] == "2026-01-02"
@@ -211,14 +213,14 @@ def test_fields_that_json_lacks_are_written_as_json(base, tmp_path, capsys):
 
 def test_seeds_decide_what_is_drawn(base, capsys):
     words = ["generate", "--model", base, *NEW, *SAMPLED, *QUESTIONS]
-    one, again, other = (told(capsys, *words, "--seed", seed) for seed in "112")
+    one, again, other = (execute(capsys, *words, "--seed", seed) for seed in "112")
     assert one == again != other
 
 
 def test_a_line_of_standard_input_is_a_prompt(base, capsys, monkeypatch):
     words = ["generate", "--model", base, *NEW]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + "\n\n".join(QUESTIONS)))
-    assert told(capsys, *words) == told(capsys, *words, *QUESTIONS)
+    assert execute(capsys, *words) == execute(capsys, *words, *QUESTIONS)
 
 
 def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch):
@@ -237,13 +239,13 @@ def prefix_run(base, tmp_path_factory):
 @pytest.mark.slow
 def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
     words = ["generate", *NEW, *QUESTIONS]
-    whole = told(capsys, *words, "--adapter", prefix_run / "adapters" / "global")
-    assert whole != told(capsys, *words, "--model", base)
+    whole = execute(capsys, *words, "--adapter", prefix_run / "adapters" / "global")
+    assert whole != execute(capsys, *words, "--model", base)
     with serve(prefix_run, "--max-tokens", "120", log=tmp_path / "log"):
         invitation = ("--invitation", tmp_path / "invitations" / "alpha.json")
         for adapter in ("global", "clients/alpha"):
             own = [*words, "--adapter", prefix_run / "adapters" / adapter]
-            assert told(capsys, *own, *invitation) == told(capsys, *own)
+            assert execute(capsys, *own, *invitation) == execute(capsys, *own)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
 
     words = ["generate", "--adapter", adapter, *NEW, "the court"]
     assert "no space is left" in refused(capsys, *words, "--output", "/dev/full")
-    expected = told(capsys, *words)
+    expected = execute(capsys, *words)
     # The run's folder records the digests of its base model.
     words = ["--model", other, "the court"]
     refusal = refused(capsys, "generate", "--adapter", adapter, *words)
@@ -295,7 +297,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     kept = shutil.copytree(adapter, state.directory / "adapters" / "global")
     for invitation in ((), alpha):
         own = ["generate", "--adapter", kept, *invitation]
-        assert told(capsys, *own, *NEW, "the court") == expected
+        assert execute(capsys, *own, *NEW, "the court") == expected
     refusal = refused(capsys, "generate", "--adapter", kept, *words)
     assert f"is not that of {state.directory}: the digests of lm_head.weight, " in refusal
 
@@ -314,7 +316,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     for plain in (False, "gaussian"):
         changed = json.dumps(config | {"init_lora_weights": plain})
         (copy / "adapter_config.json").write_text(changed)
-        assert told(capsys, "generate", "--adapter", copy, *here, *NEW, "the court") == expected
+        assert execute(capsys, "generate", "--adapter", copy, *here, *NEW, "the court") == expected
     (copy / "adapter_config.json").write_text("{")
     assert "can't be read" in refused(capsys, "generate", "--adapter", copy, *here, "the court")
 

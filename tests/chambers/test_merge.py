@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chambers.__main__ import main
-from tests.chambers.conftest import another_user, refused, told, write_run
+from tests.chambers.conftest import another_user, execute, refused, write_run
 from tests.conftest import write_checkpoint
 
 PROMPT = "the court holds that"
@@ -46,13 +46,13 @@ def with_adapter(base, adapter):
 @pytest.mark.slow
 def test_the_folder_is_a_checkpoint_with_equal_logits(run_folder, base, tmp_path, capsys):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
-    shown = told(capsys, "merge", adapter, folder)
+    shown = execute(capsys, "merge", adapter, folder)
     assert f"chambers generate --model {folder}" in shown
     expected = with_adapter(base, adapter)
     torch.testing.assert_close(logits(folder, tmp_path), expected, atol=1e-5, rtol=0)
     words = ("--max-new-tokens", "12", PROMPT)
-    merged = told(capsys, "generate", "--model", folder, *words)
-    assert merged == told(capsys, "generate", "--adapter", adapter, *words)
+    merged = execute(capsys, "generate", "--model", folder, *words)
+    assert merged == execute(capsys, "generate", "--adapter", adapter, *words)
     assert "exists" in refused(capsys, "merge", adapter, folder)
 
 
@@ -62,10 +62,10 @@ def test_precision_is_stored_or_chosen(run_folder, base, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
     model.save_pretrained(half)
     adapter = write_run(tmp_path / "run", half) / "adapters" / "global"
-    told(capsys, "merge", adapter, tmp_path / "as-stored")
+    execute(capsys, "merge", adapter, tmp_path / "as-stored")
     assert "Precision: float16" in (tmp_path / "as-stored" / "README.md").read_text()
     assert json.loads((tmp_path / "as-stored" / "config.json").read_text())["dtype"] == "float16"
-    told(capsys, "merge", adapter, tmp_path / "chosen", "--dtype", "float32")
+    execute(capsys, "merge", adapter, tmp_path / "chosen", "--dtype", "float32")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "chosen", dtype="auto")
     assert stored.dtype == torch.float32
 
@@ -81,7 +81,7 @@ def test_quantised_weights_keep_their_values(base, tmp_path, capsys, kind):
         ("copied", [copied, "--model", base]),
         ("unquantised", [run / "adapters" / "global", "--quantization", "none"]),
     ):
-        shown = told(capsys, "merge", words[0], tmp_path / name, *words[1:])
+        shown = execute(capsys, "merge", words[0], tmp_path / name, *words[1:])
         found = re.search(r"16 generated rows.*: (\S+) with the adapter, (\S+) merged", shown)
         losses[name] = [float(loss) for loss in found.groups()]
     assert losses["in the run"] == losses["copied"]
@@ -97,7 +97,7 @@ def test_own_rows_show_what_merging_changes(run_folder, tmp_path, capsys):
     rows = [{"instruction": PROMPT, "output": "void"}] * 3
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [run_folder / "adapters" / "global", tmp_path / "merged"]
-    assert f"on 3 rows of {tmp_path}/own.jsonl, in" in told(
+    assert f"on 3 rows of {tmp_path}/own.jsonl, in" in execute(
         capsys, "merge", *words, "--data", tmp_path / "own.jsonl"
     )
 
@@ -117,7 +117,7 @@ def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):
             print(json.dumps(event | {"loss": loss}), file=metrics)
     for name, row in (("global", "this model 1.500"), ("clients/alpha", "this model 1.250")):
         folder = tmp_path / name.replace("/", "-")
-        told(capsys, "merge", run / "adapters" / name, folder)
+        execute(capsys, "merge", run / "adapters" / name, folder)
         card = ModelCard.load(folder / "README.md")
         assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
         assert row in card.text and "base model 3.250" in card.text and "Rounds: 1" in card.text
@@ -170,7 +170,7 @@ def test_a_tied_output_layer_is_merged_alone(tmp_path, capsys):
         task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False
     )
     get_peft_model(model, head).save_pretrained(adapter, save_embedding_layers=False)
-    told(capsys, "merge", adapter, tmp_path / "merged", "--model", base)
+    execute(capsys, "merge", adapter, tmp_path / "merged", "--model", base)
     merged, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.arange(3, 9)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
     with torch.no_grad():

@@ -20,7 +20,7 @@ from chambers.lane_model import explain_lane_error
 from chambers.models import read_invitation
 from chambers.serving import serve_models
 from split.protocol.errors import LaneDeadlineError, LaneTimeoutError
-from tests.chambers.conftest import refused, serve, told, write_run
+from tests.chambers.conftest import execute, refused, serve, write_run
 from tests.split.lanes import Proxy
 
 
@@ -50,7 +50,7 @@ def test_sigterm_ends_everything(run_folder, tmp_path, capsys):
         assert lines[-1].startswith("serving blocks 1 to 2 at 127.0.0.1:")
         invitation = tmp_path / "invitations" / "alpha.json"
         assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
-        told(capsys, *generating(run_folder, invitation))
+        execute(capsys, *generating(run_folder, invitation))
         everything = [psutil.Process(process.pid)]
         everything += everything[0].children(recursive=True)
         process.send_signal(signal.SIGTERM)
@@ -104,7 +104,7 @@ def test_a_lane_that_is_cut_is_replaced(run_folder, tmp_path, capsys):
     with serving_here(tmp_path, run_folder) as (address, files):
         proxy = CuttingProxy(address, bytes_down=20_000)
         alter(files["alpha"], address=proxy.address)
-        assert told(capsys, *words, "--invitation", files["alpha"]) == told(capsys, *words)
+        assert execute(capsys, *words, "--invitation", files["alpha"]) == execute(capsys, *words)
         assert proxy.connections > 1
 
 
@@ -113,7 +113,7 @@ def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
     """The texts are requested after the lane has been silent for longer than the server waits."""
     adapter, fifo = run_folder / "adapters" / "global", tmp_path / "fifo"
     words = ["generate", "--adapter", adapter, "the court", "a claim"]
-    told(capsys, *words, "--output", tmp_path / "whole")
+    execute(capsys, *words, "--output", tmp_path / "whole")
     os.mkfifo(fifo)
     read = []
 
@@ -124,7 +124,7 @@ def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
     with serving_here(tmp_path, run_folder, frame_timeout=1.0) as (_, files):
         reader = threading.Thread(target=slow)
         reader.start()
-        told(capsys, *words, "--output", fifo, "--invitation", files["alpha"])
+        execute(capsys, *words, "--output", fifo, "--invitation", files["alpha"])
         reader.join(20)
     assert read == [(tmp_path / "whole").read_text()]
 
@@ -155,7 +155,7 @@ def test_devices_are_those_of_the_run_or_the_flag(base, tmp_path, capsys):
     refusal = refused(capsys, "serve", run, "--invitations", tmp_path / "invitations")
     assert "--body-devices names cuda:99, which the server doesn't have" in refusal
     with serving_here(tmp_path, run, "--body-devices", "cpu") as (_, files):
-        told(capsys, *generating(run, files["alpha"]))
+        execute(capsys, *generating(run, files["alpha"]))
 
 
 def test_starting_anew_revokes_invitations(run_folder, tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_starting_anew_revokes_invitations(run_folder, tmp_path, capsys):
     with serving_here(tmp_path / "two", run_folder, "--listen", address) as (_, new):
         refusal = refused(capsys, *generating(run_folder, old["alpha"]))
         assert "was restarted after this invitation was written" in refusal
-        told(capsys, *generating(run_folder, new["alpha"]))
+        execute(capsys, *generating(run_folder, new["alpha"]))
 
 
 @pytest.mark.slow
@@ -198,19 +198,19 @@ def test_the_base_model_may_lie_elsewhere_at_the_client(run_folder, base, tmp_pa
     with serving_here(tmp_path, run_folder) as (_, files):
         alter(files["alpha"], model="/srv/nowhere")
         words = ["generate", "--invitation", files["alpha"], "--max-new-tokens", "3", "a"]
-        told(capsys, *words, "--adapter", adapter)
+        execute(capsys, *words, "--adapter", adapter)
         assert "no base model in /srv/nowhere on this machine" in refused(capsys, *words)
 
 
 def test_a_client_may_have_no_more_than_agreed(run_folder, tmp_path, capsys):
     with serving_here(tmp_path, run_folder, "--max-tokens", 40) as (_, files):
         words = generating(run_folder, files["beta"])
-        told(capsys, *words)
+        execute(capsys, *words)
         refusal = refused(capsys, *words[:-1], "court " * 50)
         assert "the block server allows 40" in refusal
     with serving_here(tmp_path, run_folder, "--max-prompt-length", 40) as (_, files):
         words = generating(run_folder, files["beta"])
-        told(capsys, *words)
+        execute(capsys, *words)
         refusal = refused(capsys, *words[:-1], "court " * 50)
         assert "the block server allows only 40 in a prompt" in refusal
 
@@ -221,10 +221,10 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
     cut = ("--head-blocks", 2, "--tail-blocks", 0, "--wire-dtype", "float32", "--clients", "court")
     with serving_here(tmp_path, "--adapter", adapter, *cut) as (_, files):
         words = ["generate", "--adapter", adapter, "a contract"]
-        assert told(capsys, *words, "--invitation", files["court"]) == told(capsys, *words)
+        assert execute(capsys, *words, "--invitation", files["court"]) == execute(capsys, *words)
     with serving_here(tmp_path, "--model", base, *cut) as (_, files):
         words = ["generate", "--model", base, "a contract"]
-        assert told(capsys, *words, "--invitation", files["court"]) == told(capsys, *words)
+        assert execute(capsys, *words, "--invitation", files["court"]) == execute(capsys, *words)
         refusal = refused(capsys, *generating(run_folder, files["court"]))
         assert "has for court (base)" in refusal
 

@@ -23,7 +23,7 @@ from chambers.train import read_settings
 from federation.run_config import parse_run_config
 from finetuning.model.base_model import BaseModelError
 from finetuning.model.checkpoint import client_parameters
-from tests.chambers.conftest import ROOT, refused, serve, told
+from tests.chambers.conftest import ROOT, execute, refused, serve
 from tests.conftest import write_rows
 from tests.gguf_files import write_gguf
 from tests.waiting import wait_until
@@ -448,8 +448,8 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
         ):
             words = ["generate", "--adapter", lineage / client / "adapters" / kind, "the court"]
             invitation = tmp_path / "invitations" / f"{client}.json"
-            whole = told(capsys, *words)
-            assert told(capsys, *words, "--invitation", invitation) == whole
+            whole = execute(capsys, *words)
+            assert execute(capsys, *words, "--invitation", invitation) == whole
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from chambers.sheet.blinding import read_sheet_key
-from tests.chambers.conftest import told
+from tests.chambers.conftest import execute
 
 MODELS = ("FedJudge-Base", "CL-Client2", "FedJudge-CL")
 QUESTIONS = [
@@ -35,7 +35,7 @@ def study(tmp_path, capsys):
 
     def make(name="study", *words):
         answers = [write_answers(tmp_path, model) for model in MODELS]
-        told(capsys, "sheet", "make", *answers, "--output", tmp_path / name, *words)
+        execute(capsys, "sheet", "make", *answers, "--output", tmp_path / name, *words)
         return tmp_path / name
 
     return make

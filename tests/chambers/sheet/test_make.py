@@ -8,7 +8,7 @@ import pytest
 
 from chambers.__main__ import main
 from chambers.sheet.blinding import read_sheet_key
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import execute, refused
 from tests.chambers.sheet.conftest import MODELS, QUESTIONS, read_table, write_answers
 
 
@@ -113,7 +113,7 @@ def test_what_generate_writes_is_read_and_a_sample_is_drawn(tmp_path, capsys):
     ]
     file = tmp_path / "generated.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "study")
+    execute(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "study")
     found = {(r["question"], r["reference"], r["answer"]) for r in read_table(tmp_path / "study")}
     assert found == {
         ("Decide\nthe claim", "upheld", "denied"),
@@ -123,7 +123,7 @@ def test_what_generate_writes_is_read_and_a_sample_is_drawn(tmp_path, capsys):
         ("same", "", "x"),
     }
     words = ("--questions", "2", "--hide-references", "--annotators", "1")
-    told(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "few", *words)
+    execute(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "few", *words)
     few = read_table(tmp_path / "few")
     assert len(few) == 2
     assert {row["reference"] for row in few} == {""}
@@ -169,7 +169,7 @@ def test_invalid_arguments_are_refused(tmp_path, capsys, words, reason):
 
 def test_the_name_of_a_model_in_an_answer_is_pointed_out(tmp_path, capsys):
     answers = write_answers(tmp_path, "answer")
-    told(capsys, "sheet", "make", answers, "--output", tmp_path / "study")
+    execute(capsys, "sheet", "make", answers, "--output", tmp_path / "study")
     words = ("--output", tmp_path / "other")
     capsys.readouterr()
     assert main(["sheet", "make", answers, *map(str, words)]) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from chambers.sheet.blinding import read_sheet_key
 from chambers.sheet.results import evaluate_sheets
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import execute, refused
 from tests.chambers.sheet.conftest import QUESTIONS, fill, read_table, write_answers
 
 
@@ -23,7 +23,7 @@ def test_the_table_has_means_and_their_spread(study, capsys):
         return given[row.model] - (criterion == "fluency") + extra
 
     files = [fill(folder, score, annotator) for annotator in (1, 2)]
-    shown = told(capsys, "sheet", "read", folder / "key.json", *files)
+    shown = execute(capsys, "sheet", "read", folder / "key.json", *files)
     # Of 12 questions, 8 have the mean 2.5 and 4 have the mean 2.
     # 2.201 is the quantile of Student's t with 11 degrees of freedom.
     spread = 2.201 * np.std([2.5] * 8 + [2] * 4, ddof=1) / np.sqrt(12)
@@ -51,7 +51,7 @@ def test_agreement_is_the_alpha_of_krippendorff(tmp_path, capsys):
     assert alpha(np.array([[1, 2, 3, 5], [1, 2, 4, 5]])) == pytest.approx(0.953642, abs=1e-6)
     answers = write_answers(tmp_path, "one", QUESTIONS[4:8])
     folder = tmp_path / "study"
-    told(capsys, "sheet", "make", answers, "--output", folder, "--annotators", "3")
+    execute(capsys, "sheet", "make", answers, "--output", folder, "--annotators", "3")
     hand = {1: [1, 2, 3, 5], 2: [1, 2, 4, 5]}
 
     def score(row, criterion):

@@ -13,14 +13,14 @@ from cryptography import x509
 
 from chambers.site.authority import open_authority
 from chambers.site.release import open_signing_key
-from tests.chambers.conftest import ROOT, refused, told
+from tests.chambers.conftest import ROOT, execute, refused
 from tests.chambers.site.deployment import FLOWER, documented
 
 NAMES = ("coordinator.example.org", "10.0.0.5")
 
 
 def write(capsys, folder, *words):
-    return told(capsys, "site", "coordinator", *words, "--folder", folder)
+    return execute(capsys, "site", "coordinator", *words, "--folder", folder)
 
 
 def renew(capsys, folder, *words):
