@@ -91,7 +91,7 @@ def test_rows_beyond_trained_positions_cause_a_warning(saved, architecture, warn
     assert ("14 + 50 + 20 = 84 positions" in caplog.text and "64" in caplog.text) == warned
 
 
-@pytest.mark.parametrize("strategy", ["fedjudge-base", "fedjudge-cl", "fl-glm"])
+@pytest.mark.parametrize("strategy", ["fedjudge-cl", "fl-glm"])
 def test_a_run_is_refused_before_it_begins(saved, values, tmp_path, strategy):
     values |= {
         "strategy": strategy,

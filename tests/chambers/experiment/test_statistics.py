@@ -30,7 +30,7 @@ def test_the_interval_of_different_seeds_is_by_student():
     assert (found.low, found.high) == pytest.approx(tuple(expected), abs=0.02)
 
 
-@pytest.mark.parametrize("apart", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("apart", [0.0, 0.3])
 @pytest.mark.parametrize("shared", [False, True])
 def test_intervals_of_three_seeds_contain_the_mean(apart, shared):
     def values(seed):

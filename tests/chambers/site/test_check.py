@@ -124,13 +124,9 @@ def test_a_database_that_can_fill_other_files_disk(capsys, site, monkeypatch):
     assert f"fix  disk: 0.0 GiB free in {folder}; at least 5 GiB are needed: add space" in output
 
 
-def test_a_coordinator_without_the_model(capsys, site, tmp_path):
-    _, output = at_coordinator(capsys, site, 1, str(tmp_path / "none"))
+def test_a_coordinator_without_the_model_or_a_port(capsys, site, tmp_path):
+    _, output = at_coordinator(capsys, site, 1, str(tmp_path / "none"), "coordinator.example.org")
     assert "no config.json in" in output
-
-
-def test_an_address_without_a_port(capsys, site):
-    _, output = at_coordinator(capsys, site, 1, proxy="coordinator.example.org")
     assert "coordinator.example.org must be an address and a port" in output
 
 
