@@ -149,7 +149,8 @@ class MeasuredServer:
 
     def finish(self) -> dict[str, int]:
         """End the round, and return byte counts by name; exit if a lane failed."""
-        if errors := self._server.finish():
+        errors = [account["error"] for account in self._server.finish() if account["error"]]
+        if errors:
             raise SystemExit(errors[0])
         del self._server
         return self._bytes | {"peak": self._memory.peak()}
@@ -177,7 +178,7 @@ def server_memory(job: Job, miniature: Job, cores: set[int], lanes: int) -> dict
             with BoundProcess(cores, Training, jobs, split) as clients:
                 clients.ask(Training.begin, server.ask(MeasuredServer.invite, jobs, split))
                 clients.ask(Training.steps, each.steps)
-                clients.ask(Training.end_round)
+                clients.ask(Training.accounts)
             measured = server.ask(MeasuredServer.finish)
     return measured
 

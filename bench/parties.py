@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import mean
 from typing import Any
 
@@ -84,9 +84,10 @@ class Processes(Side):
         """Return the mean CPU seconds per turn of the server's process."""
         return mean(turn[len(self._clients)] for turn in self.cpu[self.warm_up :])
 
-    def end_round(self) -> int:
-        """End the round; return the number of bytes that clients have sent and received."""
-        return sum(client.ask(Training.end_round) for client in self._clients)
+    def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """End the round; return each client's traffic and times, and each lane's at the server."""
+        own = [account for client in self._clients for account in client.ask(Training.accounts)]
+        return own, self._servers[0].ask(TrainingServer.finish)
 
     def gpu_peaks(self) -> list[int]:
         """Return the peaks of GPU memory in bytes: of all clients, and of the server, if any."""
@@ -144,12 +145,14 @@ class Training:
         wait_for_gpus()
         return losses
 
-    def end_round(self) -> int:
-        """End the round, and return the number of bytes that were sent and received."""
+    def accounts(self) -> list[dict[str, Any]]:
+        """End the round, and return each client's traffic and times."""
         list(self._threads.map(lambda model: model.end(), self._models))
         self._lanes.close()
-        traffic = [model.lane.traffic for model in self._models]
-        return sum(lane.bytes_up + lane.bytes_down for lane in traffic)
+        return [
+            asdict(model.lane.traffic) | {"seconds_computing": course.computing}
+            for model, course in zip(self._models, self._courses, strict=True)
+        ]
 
 
 class TrainingServer:
@@ -172,11 +175,11 @@ class TrainingServer:
         self._server.state_of(self._names[0])
         wait_for_gpus()
 
-    def finish(self) -> list[str]:
-        """End the round, and return the errors of lanes."""
-        errors = [account.error for account in self._server.finish_lanes() if account.error]
+    def finish(self) -> list[dict[str, Any]]:
+        """End the round, and return each lane's traffic and times, with any error."""
+        accounts = [asdict(account) for account in self._server.finish_lanes()]
         self._server.stop()
-        return errors
+        return accounts
 
 
 def gpu_peak(_: object) -> int:

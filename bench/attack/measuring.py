@@ -1,18 +1,17 @@
-"""Run each attack on its input, and score the result."""
+"""Measure cells: run each attack on its input, and score the result."""
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from bench.attack.cells import Cell
 from bench.attack.decoder import DecoderKind, train_decoder
 from bench.attack.gradients import client_gradient, read_labels
 from bench.attack.noisy_training import CLIENT_ADAPTER, train_with_noise
-from bench.attack.observed import Observed, compute_head_outputs, encrypt, transmit
+from bench.attack.observed import compute_head_outputs, encrypt, transmit
 from bench.attack.public_head import PublicHead
 from bench.attack.texts import Texts
 from bench.job import FLOAT32
@@ -23,29 +22,12 @@ from split.model.adapters import take_apart
 from split.model.loading import load_parts
 from split.model.part import Part
 from split.model.partition import PartyName, partition_of
-from split.protocol.frames import Padding, WireType
+from split.protocol.frames import Padding
 from split.settings import SplitSettings
 
-# A decoder (linear or Transformer), the search through the public head, labels read from gradients,
-# or the loss before and after training with noise.
-Attack = Literal["linear", "transformer", "search", "gradient", "loss"]
-Result = dict[str, float]  # scores or losses, by name
+_SCORES = ("rouge1", "rouge2", "rougeL", "bleu4")
 # Maximum number of candidates if the head has an adapter: then no match ends a search early.
 _MAX_WITHOUT_ADAPTER = 64
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The settings of one measurement."""
-
-    attack: Attack
-    head_blocks: int = 1
-    tail_blocks: int = 1
-    wire: WireType = "bfloat16"  # data type of hidden states and gradients in transit
-    noise: float = 0.0  # ``split.noise``
-    observed: Observed = "hidden states"  # input of the attack
-    tuned: bool = False  # whether the client's head has an adapter that the attacker lacks
-    seed: int = 0  # seed of the attack and of the choice of texts, or of training
 
 
 class Attacked:
@@ -60,10 +42,9 @@ class Attacked:
         self._colluding = functools.lru_cache(maxsize=1)(self._colluding_outputs)
         self._search = functools.lru_cache(maxsize=1)(self._prepare_search)
         train = functools.partial(train_with_noise, directory, texts)
-        self._trained = functools.cache(train)
-        self.measure = functools.cache(self._measure)  # several tables have the same cells
+        self._trained = functools.lru_cache(train)
 
-    def _measure(self, cell: Cell) -> Result:
+    def measure(self, cell: Cell) -> dict[str, float]:
         """Return the scores of a cell's attack or, for the attack ``loss``, the losses."""
         if cell.attack == "loss":
             return self._trained(cell.noise, cell.seed)[0]
@@ -88,9 +69,9 @@ class Attacked:
         """Train a decoder on the colluding client, and reconstruct the attacked texts with it."""
         colluding = self._colluding(cell.head_blocks)
         both = [*colluding, *hidden]
-        if cell.observed == "encrypted records":
+        if cell.seen == "encrypted records":
             seen = encrypt(both, cell.wire)
-        elif cell.observed == "random numbers":
+        elif cell.seen == "nothing":
             generator = torch.Generator().manual_seed(cell.seed)
             seen = [torch.randn(row.shape, generator=generator) for row in both]
         else:
@@ -133,12 +114,16 @@ class Attacked:
             labels.append(batch.labels[-count:])
         return reconstructed, labels
 
-    def _scores(self, reconstructed: Sequence[Tensor], texts: Sequence[Tensor]) -> Result:
-        """Compare reconstructed texts with the originals: ROUGE-1, and tokens read correctly."""
+    def _scores(self, reconstructed: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
+        """Compare reconstructed texts with the originals.
+
+        ``attacked`` is the number of attacked tokens; ``tokens`` is the share read correctly.
+        """
         decode = self._texts.text_of
         scores = score([decode(row) for row in reconstructed], [decode(row) for row in texts])
         equal = torch.cat(list(reconstructed)) == torch.cat(list(texts))
-        return {"rouge1": scores["rouge1"], "read": int(equal.sum()), "attacked": len(equal)}
+        tokens = {"tokens": float(equal.float().mean()), "attacked": len(equal)}
+        return {name: scores[name] for name in _SCORES} | tokens
 
     def _load(
         self, head_blocks: int, tail_blocks: int, parties: Sequence[PartyName]

@@ -18,7 +18,7 @@ from split.protocol.frames import Frame, Kind, Limits, Padding, WireType
 from split.protocol.payload import Outgoing, describe
 from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener, Sealer
 
-Observed = Literal["hidden states", "encrypted records", "random numbers"]
+Observed = Literal["hidden states", "encrypted records", "nothing"]
 _ROWS_AT_ONCE = 16
 
 

@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.attack.cells import Sizes
 from finetuning.data.layouts import parse_messages
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import Example, tokenize
@@ -19,21 +19,6 @@ from finetuning.tasks.reading import read_task_rows
 GENERATED = "generated"
 _COLLUDING, _ATTACKED = "court", "consultation"
 _LONGEST = 192  # maximum number of tokens of an example; the input is truncated first
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Amounts of data and computation in each measurement."""
-
-    texts: int = 150  # number of the colluding client's texts, for training a decoder
-    longest: int = 48  # maximum number of attacked tokens per text, after the common beginning
-    decoded: int = 30  # number of texts to reconstruct with a decoder
-    searched: int = 2  # number of texts to reconstruct by search
-    labelled: int = 1  # number of texts whose labels are read from gradients
-    labels: int = 12  # number of labels to read per text: the last ones
-    steps: int = 8  # number of steps of training with noise
-    measured: int = 12  # number of held-out examples whose loss is measured
-    max_candidates: int = 4096  # maximum number of candidates per token in the search
 
 
 class Texts:

@@ -1,4 +1,7 @@
-"""The attacks on hidden states and gradients."""
+"""The attack on hidden states and gradients, and the tables that it writes."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +10,7 @@ from bench.attack.decoder import train_decoder
 from bench.attack.gradients import client_gradient, read_labels
 from bench.attack.observed import compute_head_outputs, encrypt, transmit
 from bench.attack.public_head import PublicHead
+from bench.attack.report import tables
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.settings import ModelSettings
@@ -15,6 +19,7 @@ from split.model.partition import PARTIES, partition_of
 from split.protocol.frames import Padding
 from split.settings import SplitSettings
 
+DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 320
 BEGINNING = torch.tensor([5, 6, 7])
 
@@ -51,8 +56,8 @@ def test_a_decoder_reads_hidden_states_but_no_sealed_records(deep_checkpoint, wi
     chance = 1 / kinds
 
     def share_read(seen) -> float:
-        tail_input = seen(compute_head_outputs(head, colluding), wire)
-        decoder = train_decoder(tail_input, colluding, "linear", seed=0, passes=8)
+        states = seen(compute_head_outputs(head, colluding), wire)
+        decoder = train_decoder(states, colluding, "linear", seed=0, passes=8)
         found = decoder.read(seen(compute_head_outputs(head, attacked), wire))
         # Texts begin with the same tokens, whose positions are known.
         pairs = zip(found, attacked, strict=True)
@@ -88,3 +93,9 @@ def test_the_gradient_reveals_the_labels(deep_checkpoint, tail_blocks, wire):
         count=len(batch.labels),
     )
     assert torch.equal(found, batch.labels)
+
+
+def test_tables_on_the_page_are_those_of_the_record():
+    page = (DOCS / "attack.md").read_text(encoding="utf-8")
+    for table in tables(json.loads((DOCS / "attack.json").read_text(encoding="utf-8"))):
+        assert table in page
