@@ -15,7 +15,7 @@ EXPERIMENTS = sorted(file.parent for file in (DOCS / "recorded").rglob("results.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recorded", EXPERIMENTS, ids=lambda folder: folder.name)
-def test_tables_of_an_experiment_are_those_of_its_results(recorded, tmp_path):
+def test_an_experiment_s_tables_are_those_of_its_results(recorded, tmp_path):
     results = Path(shutil.copy(recorded / "results.jsonl", tmp_path))
     size = json.loads(results.read_text().partition("\n")[0])["size"]
     file = DOCS.parent / "experiments" / f"{recorded.name}.toml"
