@@ -44,8 +44,8 @@ from bench.job import (
     FLOAT32,
     LIFETIME,
     SEED,
-    Job,
     Shape,
+    TrainingJob,
     load_client_parts,
     load_server_part,
     load_whole,
@@ -79,7 +79,7 @@ _PROMPTS = {
 class GenerationServer:
     """A block server in its own process, with numbered lanes."""
 
-    def __init__(self, job: Job, split: SplitSettings, lanes: int) -> None:
+    def __init__(self, job: TrainingJob, split: SplitSettings, lanes: int) -> None:
         body = load_server_part(job, split)
         parts = take_apart(job.state(), body.partition)
         self._models = {"base": None, "global": parts["body"]}
@@ -95,7 +95,7 @@ class GenerationServer:
 
 
 def open_lanes(
-    stack: ExitStack, cores: Collection[int], job: Job, delays: Sequence[float]
+    stack: ExitStack, cores: Collection[int], job: TrainingJob, delays: Sequence[float]
 ) -> tuple[list[SplitModel], list[int]]:
     """Open a lane with each delay, in seconds each way, to a block server in its own process.
 
@@ -214,10 +214,10 @@ def compare_lanes(core: Collection[int], pairs: int) -> None:
     show(f"{_LANES} lanes, {_NEW_OVER_LANES} new tokens; {pairs} turns", table)
 
 
-def smollm2() -> tuple[Job, Any]:
+def smollm2() -> tuple[TrainingJob, Any]:
     """Return a job with SmolLM2-135M-Instruct, and its tokenizer."""
     directory = locate("smollm2")
-    return Job(directory, Shape(rows=1, columns=1024), steps=1), load_tokenizer(directory)
+    return TrainingJob(directory, Shape(rows=1, columns=1024), steps=1), load_tokenizer(directory)
 
 
 def main() -> None:

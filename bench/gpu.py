@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from bench.harness import RATIOS, WARM_UP, BoundProcess, command, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_job
+from bench.job import SEED, Shape, TrainingJob, random_job
 from bench.local_training import HEADINGS, LONGEST, compare
 from bench.parties import alternate
 from bench.schedules import SCHEDULES, TARGETS, check_losses, start_schedules
@@ -47,7 +47,7 @@ _TOLERANCE = 0.05
 
 
 def devices_of(kind: str) -> dict[str, Any]:
-    """Return the devices of clients and server, as settings of a `Job`; exit if there is no GPU."""
+    """Return the devices of both parties, as settings of a job; exit if there is no GPU."""
     if kind == "cpu":
         return {"client_device": "cpu", "server_device": "cpu"}
     if not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def devices_of(kind: str) -> dict[str, Any]:
     return {"client_device": "cuda:0", "server_device": server}
 
 
-def measure_schedule(title: str, job: Job, clients: int, schedule: str) -> None:
+def measure_schedule(title: str, job: TrainingJob, clients: int, schedule: str) -> None:
     """Measure the whole model and a schedule in turn, and print a table of both."""
     table = make_table(
         *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
@@ -81,7 +81,7 @@ def measure_schedule(title: str, job: Job, clients: int, schedule: str) -> None:
     show(f"clients on {job.client_device}, server on {job.server_device}", title, table)
 
 
-def measure_local(title: str, job: Job) -> None:
+def measure_local(title: str, job: TrainingJob) -> None:
     """Measure local training in a new process, and print its table."""
     job = replace(job, shape=replace(job.shape, rows=8, micro_batches=2, columns=LONGEST))
     table = make_table(*HEADINGS)

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bench.harness import RATIOS, WARM_UP, Side, command, make_table, ratios, show, use_one_core
-from bench.job import SEED, Job, Shape, load_whole, random_job, whole_course
+from bench.job import SEED, Shape, TrainingJob, load_whole, random_job, whole_course
 from finetuning.data.tokenization import Example
 
 # Mean numbers of input and output tokens: court, consultation, reasoning (FedJudge, table 1).
@@ -47,7 +47,7 @@ HEADINGS = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest differe
 TrainerRow = dict[str, list[int]]  # a row of the data set of a trainer
 
 
-def make_examples(job: Job) -> list[Example]:
+def make_examples(job: TrainingJob) -> list[Example]:
     """Draw random token ids, with lengths around the means of FedJudge's three kinds of text."""
     random = np.random.default_rng(SEED)
     generator = torch.Generator().manual_seed(SEED)
@@ -95,7 +95,7 @@ class Timing(TrainerCallback):  # type: ignore[misc]
         self._after()
 
 
-def arguments_of(job: Job, directory: str) -> dict[str, Any]:
+def arguments_of(job: TrainingJob, directory: str) -> dict[str, Any]:
     """Return a trainer's arguments: the job's settings, without checkpoints or evaluation."""
     settings, on_gpu = job.settings, job.client_device != "cpu"
     return {
@@ -139,7 +139,7 @@ def row_of(side: Side, tokens: Sequence[int]) -> list[str]:
     return [side.name, f"{rate:.0f}", f"{max(side.gpu_bytes[WARM_UP:]) / 1e9:.2f}"]
 
 
-def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
+def compare(job: TrainingJob, tolerance: float = _TOLERANCE) -> list[list[str]]:
     """Run the pairs of steps, and return rows of the table; exit if losses of a step differ."""
     examples = make_examples(job)
     steps = trainer_steps(examples, job.shape.rows * job.shape.micro_batches, job.steps - WARM_UP)

@@ -30,8 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench.harness import BoundProcess, command, make_table, show
 from bench.job import (
     Course,
-    Job,
     Shape,
+    TrainingJob,
     join_round,
     load_client_parts,
     load_server_part,
@@ -115,7 +115,9 @@ class SavedTensors:
         self.peak = max(self.peak, self._bytes)
 
 
-def measure_client(split: SplitSettings, job: Job, invitation: Invitation) -> dict[str, int]:
+def measure_client(
+    split: SplitSettings, job: TrainingJob, invitation: Invitation
+) -> dict[str, int]:
     """Train a client, and return byte counts by name."""
     memory = Memory()
     ends = load_client_parts(job, split)
@@ -138,7 +140,7 @@ def measure_client(split: SplitSettings, job: Job, invitation: Invitation) -> di
 class MeasuredServer:
     """A block server that measures its own memory, in a separate process."""
 
-    def invite(self, jobs: Sequence[Job], split: SplitSettings) -> list[Invitation]:
+    def invite(self, jobs: Sequence[TrainingJob], split: SplitSettings) -> list[Invitation]:
         """Begin to serve, and return the invitations."""
         self._memory = Memory()
         body = load_server_part(jobs[0], split)
@@ -156,7 +158,7 @@ class MeasuredServer:
         return self._bytes | {"peak": self._memory.peak()}
 
 
-def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
+def client_memory(job: TrainingJob, miniature: TrainingJob, cores: set[int]) -> dict[str, int]:
     """Run a client and the servers that it needs; return the client's byte counts by name."""
     split = SplitSettings(frame_timeout=600.0)
     with BoundProcess(cores, copy, split) as client:
@@ -167,7 +169,9 @@ def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
     return measured
 
 
-def server_memory(job: Job, miniature: Job, cores: set[int], lanes: int) -> dict[str, int]:
+def server_memory(
+    job: TrainingJob, miniature: TrainingJob, cores: set[int], lanes: int
+) -> dict[str, int]:
     """Run a server, and its clients in another process; return the server's byte counts by name."""
     split = SplitSettings(
         schedule="hierarchical", activation_budget=_ROOM * job.shape.tokens, frame_timeout=600.0

@@ -12,7 +12,7 @@ from bench.harness import ANSWER_SECONDS, BoundProcess, Side, gpu_bytes, wait_fo
 from bench.job import (
     LIFETIME,
     Course,
-    Job,
+    TrainingJob,
     join_round,
     load_client_parts,
     load_server_part,
@@ -40,7 +40,7 @@ class Processes(Side):
         self,
         stack: ExitStack,
         name: str,
-        jobs: Sequence[Job],
+        jobs: Sequence[TrainingJob],
         split: SplitSettings | None,
         cores: Collection[int],
         *,
@@ -116,7 +116,7 @@ class Training:
     With ``split``, they are clients, one for each job. Without it, each is a whole model.
     """
 
-    def __init__(self, jobs: Sequence[Job], split: SplitSettings | None = None) -> None:
+    def __init__(self, jobs: Sequence[TrainingJob], split: SplitSettings | None = None) -> None:
         self._jobs, self._split = jobs, split
         self._threads = ThreadPoolExecutor(len(jobs))
         if split is None:
@@ -133,7 +133,9 @@ class Training:
             for job, model in zip(self._jobs, self._models, strict=True)
         ]
 
-    def _join(self, ends: Mapping[PartyName, Part], job: Job, invitation: Invitation) -> SplitModel:
+    def _join(
+        self, ends: Mapping[PartyName, Part], job: TrainingJob, invitation: Invitation
+    ) -> SplitModel:
         assert self._split is not None
         model = self._lanes.enter_context(open_model(ends, invitation, job, self._split))
         join_round(model, job)
@@ -158,7 +160,9 @@ class Training:
 class TrainingServer:
     """A block server in this process, with a lane for each client."""
 
-    def __init__(self, jobs: Sequence[Job], split: SplitSettings, body: Part | None = None) -> None:
+    def __init__(
+        self, jobs: Sequence[TrainingJob], split: SplitSettings, body: Part | None = None
+    ) -> None:
         job, self._names = jobs[0], [f"client-{number}" for number in range(len(jobs))]
         body, self._seed = body or load_server_part(job, split), job.seed
         self._server = start_block_server(body=body, job=job, split=split, clients=len(jobs))

@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 
 from bench.harness import RATIOS, WARM_UP, command, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_examples, random_job
+from bench.job import SEED, Shape, TrainingJob, random_examples, random_job
 from bench.parties import Processes, alternate
 from finetuning.data.tokenization import Example
 from split.settings import SplitSettings
@@ -38,13 +38,13 @@ TARGETS = {"client-batch": "≥ 0.97"}
 _TOLERANCE = 1e-2  # maximum difference between first losses
 
 
-def stack_job(job: Job, clients: int) -> Job:
+def stack_job(job: TrainingJob, clients: int) -> TrainingJob:
     """Return the whole model's job: its micro-batches are unions of the clients' micro-batches."""
     shape = replace(job.shape, rows=clients * job.shape.rows)
     return replace(job, shape=shape, examples=random_examples)
 
 
-def own_examples(job: Job, client: int, clients: int) -> list[Example]:
+def own_examples(job: TrainingJob, client: int, clients: int) -> list[Example]:
     """Return a client's share of the whole model's examples, in the same order."""
     examples = random_examples(stack_job(job, clients))
     return [e for i, e in enumerate(examples) if i // job.shape.rows % clients == client]
@@ -52,7 +52,7 @@ def own_examples(job: Job, client: int, clients: int) -> list[Example]:
 
 def start_schedules(
     stack: ExitStack,
-    job: Job,
+    job: TrainingJob,
     clients: int,
     schedules: Sequence[str],
     cores: Collection[int],

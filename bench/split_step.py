@@ -28,7 +28,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, command, compared_with, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_job
+from bench.job import SEED, Shape, TrainingJob, random_job
 from bench.parties import Processes, alternate
 from split.settings import SplitSettings
 
@@ -39,7 +39,7 @@ Breakdown = dict[str, dict[str, float]]
 
 
 def start_configurations(
-    stack: ExitStack, job: Job, split: SplitSettings, cores: Sequence[int]
+    stack: ExitStack, job: TrainingJob, split: SplitSettings, cores: Sequence[int]
 ) -> list[Processes]:
     """Start every configuration; those with two cores only if there are two."""
     one, other = {cores[-1]}, {cores[0]}
@@ -88,7 +88,7 @@ def break_down(side: Processes) -> Breakdown:
     return result
 
 
-def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
+def first_losses(job: TrainingJob, split: SplitSettings, core: int) -> list[float]:
     """Train the first steps with wire type float32, and return their losses."""
     job, split = replace(job, steps=_COMPARED), split.model_copy(update={"wire_dtype": "float32"})
     with ExitStack() as stack:

@@ -12,8 +12,8 @@ from bench.attack.texts import Texts
 from bench.job import (
     LIFETIME,
     Course,
-    Job,
     Shape,
+    TrainingJob,
     join_round,
     load_client_parts,
     load_server_part,
@@ -48,7 +48,7 @@ def train_with_noise(
     steps, held_out = texts.sizes.steps, texts.attacked[: texts.sizes.measured]
     training = random.Random(seed).sample(texts.own, len(texts.own))
     columns = max(len(example.tokens) for example in (*training, *held_out))
-    job = Job(
+    job = TrainingJob(
         directory=directory,
         shape=Shape(rows=_ROWS, columns=columns, micro_batches=1),  # other fields are unused
         steps=steps,
