@@ -31,8 +31,8 @@ import torch
 
 from bench.harness import (
     RATIOS,
+    BoundProcess,
     Side,
-    Worker,
     command,
     compared_with,
     make_table,
@@ -44,17 +44,18 @@ from bench.job import (
     FLOAT32,
     LIFETIME,
     SEED,
-    Job,
     Shape,
-    load_body,
-    load_ends,
+    TrainingJob,
+    load_client_parts,
+    load_server_part,
     load_whole,
     open_model,
     random_job,
-    serving,
+    start_block_server,
 )
 from bench.proxy import Proxy
-from chambers.models import Source, find_draft
+from chambers.model_source import ModelSource
+from chambers.models import find_draft
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.evaluation.generation import GREEDY
 from finetuning.model.interface import TextModel
@@ -77,14 +78,16 @@ _PROMPTS = {
 }
 
 
-class Server:
+class GenerationServer:
     """A block server in its own process, with numbered lanes."""
 
-    def __init__(self, job: Job, split: SplitSettings, lanes: int) -> None:
-        body = load_body(job, split)
+    def __init__(self, job: TrainingJob, split: SplitSettings, lanes: int) -> None:
+        body = load_server_part(job, split)
         parts = take_apart(job.state(), body.partition)
         self._models = {"base": None, "global": parts["body"]}
-        self._server = serving(body, job, split, lanes, max_cached_tokens=job.shape.tokens)
+        self._server = start_block_server(
+            body, job, split, lanes, max_cached_tokens=job.shape.tokens
+        )
         self._lanes = lanes
 
     def invite(self) -> list[Invitation]:
@@ -94,7 +97,7 @@ class Server:
 
 
 def open_lanes(
-    stack: ExitStack, cores: Collection[int], job: Job, delays: Sequence[float]
+    stack: ExitStack, cores: Collection[int], job: TrainingJob, delays: Sequence[float]
 ) -> tuple[list[SplitModel], list[int]]:
     """Open a lane with each delay, in seconds each way, to a block server in its own process.
 
@@ -103,19 +106,23 @@ def open_lanes(
     server's.
     """
     split = SplitSettings(wire_dtype="float32")
-    server = stack.enter_context(Worker(cores, Server, job, split, len(delays)))
+    server = stack.enter_context(BoundProcess(cores, GenerationServer, job, split, len(delays)))
     models = []
-    for delay, invitation in zip(delays, server.ask(Server.invite), strict=True):
+    for delay, invitation in zip(delays, server.ask(GenerationServer.invite), strict=True):
         address = invitation.address
         if delay:
-            proxy = stack.enter_context(Worker(cores, Proxy, address, delay, 1.0))
+            proxy = stack.enter_context(BoundProcess(cores, Proxy, address, delay, 1.0))
             address = proxy.ask(Proxy.address)
-        lane = open_model(load_ends(job, split), replace(invitation, address=address), job, split)
+        lane = open_model(
+            load_client_parts(job, split), replace(invitation, address=address), job, split
+        )
         models.append(stack.enter_context(lane))
     return models, [os.getpid(), server.pid]
 
 
-def continued(model: TextModel, tokens: torch.Tensor, new: int, **settings: Any) -> torch.Tensor:
+def continue_prompts(
+    model: TextModel, tokens: torch.Tensor, new: int, **settings: Any
+) -> torch.Tensor:
     """Continue prompts of equal length, (rows, tokens), greedily by ``new`` tokens."""
     settings |= {"min_new_tokens": new, "use_cache": True, "pad_token_id": 0, **GREEDY}
     return model.generate(tokens, torch.ones_like(tokens), new, **settings)
@@ -147,8 +154,8 @@ def compare_with_whole(core: Collection[int], pairs: int) -> None:
         (model,), pids = open_lanes(stack, core, job, delays=[0.0])
         model.choose("global", model.parameters)
         ways = {
-            "whole model": partial(continued, WholeModel(load_whole(job)), tokens, _NEW),
-            "split": partial(continued, model, tokens, _NEW),
+            "whole model": partial(continue_prompts, WholeModel(load_whole(job)), tokens, _NEW),
+            "split": partial(continue_prompts, model, tokens, _NEW),
         }
         sides = take_turns(ways, pids, pairs)
     table = make_table("", "tokens/s", "ms per token of all rows", *RATIOS)
@@ -166,7 +173,7 @@ def compare_with_whole(core: Collection[int], pairs: int) -> None:
 def compare_drafts(core: Collection[int], pairs: int) -> None:
     """Measure generation with and without drafts, and print the table."""
     job, tokenizer = smollm2()
-    draft = find_draft("prompt", tokenizer, [Source(FLOAT32, job.directory)]).settings
+    draft = find_draft("prompt", tokenizer, [ModelSource(FLOAT32, job.directory)]).settings
     prompts = tokenize_prompts(prompt_rows([*_PROMPTS.values()]), tokenizer)
     table = make_table(
         *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")
@@ -177,7 +184,7 @@ def compare_drafts(core: Collection[int], pairs: int) -> None:
             model.choose("base", None)
         texts, lanes = zip(_PROMPTS, prompts, strict=True), zip(_DELAYS, models, strict=True)
         for (kind, tokens), (delay, model) in product(texts, lanes):
-            plain = partial(continued, model, tokens[None], _NEW_WITH_DRAFTS)
+            plain = partial(continue_prompts, model, tokens[None], _NEW_WITH_DRAFTS)
             sides = take_turns({"plain": plain, "drafts": partial(plain, **draft)}, pids, pairs)
             cells = [f"{_NEW_WITH_DRAFTS / side.summary()[0]:.1f}" for side in sides]
             compared = compared_with(*sides)
@@ -191,7 +198,7 @@ def compare_lanes(core: Collection[int], pairs: int) -> None:
     job, tokenizer = smollm2()
     questions = [f"May a tenant who owes {number} rents use the flat?" for number in range(_LANES)]
     rows = [tokens[None] for tokens in tokenize_prompts(prompt_rows(questions), tokenizer)]
-    answer = partial(continued, new=_NEW_OVER_LANES)
+    answer = partial(continue_prompts, new=_NEW_OVER_LANES)
     with ExitStack() as stack:
         models, (_, server) = open_lanes(stack, core, job, [0.0] * _LANES)
         for model in models:
@@ -209,10 +216,10 @@ def compare_lanes(core: Collection[int], pairs: int) -> None:
     show(f"{_LANES} lanes, {_NEW_OVER_LANES} new tokens; {pairs} turns", table)
 
 
-def smollm2() -> tuple[Job, Any]:
+def smollm2() -> tuple[TrainingJob, Any]:
     """Return a job with SmolLM2-135M-Instruct, and its tokenizer."""
     directory = locate("smollm2")
-    return Job(directory, Shape(rows=1, columns=1024), steps=1), load_tokenizer(directory)
+    return TrainingJob(directory, Shape(rows=1, columns=1024), steps=1), load_tokenizer(directory)
 
 
 def main() -> None:

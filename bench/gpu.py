@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from bench.harness import RATIOS, WARM_UP, Worker, command, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_job
+from bench.harness import RATIOS, WARM_UP, BoundProcess, command, make_table, ratios, show
+from bench.job import SEED, Shape, TrainingJob, random_job
 from bench.local_training import HEADINGS, LONGEST, compare
 from bench.parties import alternate
-from bench.schedules import SCHEDULES, TARGETS, check, start
+from bench.schedules import SCHEDULES, TARGETS, check_losses, start_schedules
 from finetuning.settings import ModelSettings
 
 SIZES = {
@@ -47,7 +47,7 @@ _TOLERANCE = 0.05
 
 
 def devices_of(kind: str) -> dict[str, Any]:
-    """Return the devices of clients and server, as settings of a `Job`; exit if there is no GPU."""
+    """Return the devices of both parties, as settings of a job; exit if there is no GPU."""
     if kind == "cpu":
         return {"client_device": "cpu", "server_device": "cpu"}
     if not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def devices_of(kind: str) -> dict[str, Any]:
     return {"client_device": "cuda:0", "server_device": server}
 
 
-def measure(title: str, job: Job, clients: int, schedule: str) -> None:
+def measure_schedule(title: str, job: TrainingJob, clients: int, schedule: str) -> None:
     """Measure the whole model and a schedule in turn, and print a table of both."""
     table = make_table(
         *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
@@ -68,9 +68,9 @@ def measure(title: str, job: Job, clients: int, schedule: str) -> None:
     samples = clients * job.shape.rows * job.shape.micro_batches
     cores = os.sched_getaffinity(0)
     with ExitStack() as stack:
-        pair = start(stack, job, clients, [schedule], cores, together=True)
+        pair = start_schedules(stack, job, clients, [schedule], cores, together=True)
         alternate(pair, 1)
-        check(pair, _TOLERANCE)
+        check_losses(pair, _TOLERANCE)
         alternate(pair, job.steps - 1)
         for each in pair:
             median, minimum, _ = each.summary()
@@ -81,11 +81,11 @@ def measure(title: str, job: Job, clients: int, schedule: str) -> None:
     show(f"clients on {job.client_device}, server on {job.server_device}", title, table)
 
 
-def measure_local(title: str, job: Job) -> None:
+def measure_local(title: str, job: TrainingJob) -> None:
     """Measure local training in a new process, and print its table."""
     job = replace(job, shape=replace(job.shape, rows=8, micro_batches=2, columns=LONGEST))
     table = make_table(*HEADINGS)
-    with Worker(os.sched_getaffinity(0), copy, job) as worker:
+    with BoundProcess(os.sched_getaffinity(0), copy, job) as worker:
         for row in worker.ask(compare, _TOLERANCE):
             table.add_row("local", *row)
     show(f"local training on {job.client_device}", title, table)
@@ -103,7 +103,7 @@ def run(size: str, arguments: Namespace) -> None:
                 measure_local(f"{title}; ratios are Chambers ÷ Trainer", job)
             for clients, schedule in product(arguments.clients, arguments.schedules):
                 text = f"{title}, {shape}; ratios are centralised ÷ schedule"
-                measure(text, job, clients, schedule)
+                measure_schedule(text, job, clients, schedule)
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 _made: list[Any] = []  # in a worker's process, the object that it has made
 
 
-class Worker:
+class BoundProcess:
     """A process with one torch thread, for a ``with`` statement, which kills it at the end.
 
     The process makes an object, and calls its methods one after another. It is bound to
@@ -59,7 +59,7 @@ class Worker:
         """Call a method of the object; return its result, which may take 15 minutes at most."""
         return self.submit(method, *arguments).result(ANSWER_SECONDS)
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "BoundProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,7 +157,7 @@ def ratios(one: Side, other: Side) -> list[str]:
     return [f"{value:.3f}" for value in compared_with(one, other).values()]
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def format_mean(values: Sequence[float], digits: int) -> str:
     """Format a mean and, if it isn't 0, the standard deviation."""
     deviation = stdev(values) if len(values) > 1 else 0.0
     text = f"{mean(values):.{digits}f}"

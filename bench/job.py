@@ -38,7 +38,7 @@ from split.server.block_server import BlockServer
 from split.settings import SplitSettings
 
 SEED = 0
-ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
+_ADAPTER = AdapterSettings(rank=4, alpha=16, dropout=0.0, targets="q_proj,k_proj,v_proj")
 FLOAT32 = ModelSettings(dtype="float32")
 LIFETIME = 6 * 3600.0  # of tickets and lanes, in seconds; longer than any measurement takes
 
@@ -93,7 +93,7 @@ class Shape:
             model.save_pretrained(directory, max_shard_size=of_a_block)
 
 
-def random_examples(job: "Job") -> list[Example]:
+def random_examples(job: "TrainingJob") -> list[Example]:
     """Draw random tokens for every step; the second half of each example is the target."""
     shape, generator = job.shape, torch.Generator().manual_seed(job.seed)
     size = (shape.rows * shape.micro_batches * job.steps, shape.columns)
@@ -111,14 +111,14 @@ def as_examples(rows: torch.Tensor) -> list[Example]:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training job: checkpoint, examples, number of steps, settings, devices and seed."""
 
     directory: Path  # directory of the checkpoint
     shape: Shape
     steps: int  # number of optimizer steps
-    examples: "Callable[[Job], list[Example]]" = random_examples
-    adapter: AdapterSettings = ADAPTER
+    examples: "Callable[[TrainingJob], list[Example]]" = random_examples
+    adapter: AdapterSettings = _ADAPTER
     learning_rate: float = 2e-4
     model: ModelSettings = FLOAT32  # the model's name is not used
     client_device: str = "cpu"  # device of heads, tails and whole models
@@ -145,10 +145,10 @@ def random_job(
     steps: int,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
-) -> Iterator[Job]:
+) -> Iterator[TrainingJob]:
     """Write a random checkpoint to a temporary directory, and yield a job with these settings."""
     with tempfile.TemporaryDirectory() as directory:
-        job = Job(Path(directory), shape, steps, **settings)
+        job = TrainingJob(Path(directory), shape, steps, **settings)
         shape.save(job.directory, dtype, job.client_device)
         if job.client_device != "cpu":
             torch.accelerator.empty_cache()  # for other processes
@@ -164,7 +164,7 @@ class Course:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainingJob,
         model: TrainableModel,
         parameters: Mapping[str, torch.nn.Parameter],
         padding: int = 0,
@@ -198,7 +198,7 @@ class Course:
         return report.losses
 
 
-def load_whole(job: Job) -> Any:
+def load_whole(job: TrainingJob) -> Any:
     """Load the whole model with the initial adapter."""
     from transformers import AutoModelForCausalLM
 
@@ -210,13 +210,13 @@ def load_whole(job: Job) -> Any:
     return peft_model
 
 
-def whole_course(job: Job, steps: Sequence[Sequence[int]] | None = None) -> Course:
+def whole_course(job: TrainingJob, steps: Sequence[Sequence[int]] | None = None) -> Course:
     """Load the whole model, and return its course."""
     model = load_whole(job)
     return Course(job, WholeModel(model), trainable_parameters(model), steps=steps)
 
 
-def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
+def load_client_parts(job: TrainingJob, split: SplitSettings) -> dict[PartyName, Part]:
     """Load a client's head and tail with the initial adapter."""
     partition, devices = partition_of(job.directory, split), [job.client_device]
     ends = load_parts(job.model, job.directory, partition, ("head", "tail"), devices)
@@ -227,7 +227,7 @@ def load_ends(job: Job, split: SplitSettings) -> dict[PartyName, Part]:
     return ends
 
 
-def load_body(job: Job, split: SplitSettings) -> Part:
+def load_server_part(job: TrainingJob, split: SplitSettings) -> Part:
     """Load the server's blocks."""
     partition, devices = partition_of(job.directory, split), [job.server_device]
     return load_parts(job.model, job.directory, partition, ("body",), devices)["body"]
@@ -236,7 +236,7 @@ def load_body(job: Job, split: SplitSettings) -> Part:
 def open_model(
     ends: Mapping[PartyName, Part],
     invitation: Invitation,
-    job: Job,
+    job: TrainingJob,
     split: SplitSettings,
     noise: float = 0.0,
 ) -> AbstractContextManager[SplitModel]:
@@ -251,14 +251,14 @@ def open_model(
     )
 
 
-def join(model: SplitModel, job: Job) -> None:
+def join_round(model: SplitModel, job: TrainingJob) -> None:
     """Start the job's training round."""
     plan = RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=job.seed)
     model.join(plan, longest=job.shape.tokens, deadline=time.monotonic() + LIFETIME)
 
 
-def serving(
-    body: Part, job: Job, split: SplitSettings, clients: int, max_cached_tokens: int = 0
+def start_block_server(
+    body: Part, job: TrainingJob, split: SplitSettings, clients: int, max_cached_tokens: int = 0
 ) -> BlockServer:
     """Serve the blocks to the clients; generation caches at most ``max_cached_tokens`` tokens."""
     return BlockServer(

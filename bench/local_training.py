@@ -32,7 +32,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bench.harness import RATIOS, WARM_UP, Side, command, make_table, ratios, show, use_one_core
-from bench.job import SEED, Job, Shape, load_whole, random_job, whole_course
+from bench.job import SEED, Shape, TrainingJob, load_whole, random_job, whole_course
 from finetuning.data.tokenization import Example
 
 # Mean numbers of input and output tokens: court, consultation, reasoning (FedJudge, table 1).
@@ -44,10 +44,10 @@ _SAMPLED = 3200  # number of examples: enough for full-size groups in the sample
 _TOLERANCE = 1e-4
 # Each row of the table is a configuration's name and a row of `compare`.
 HEADINGS = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
-Row = dict[str, list[int]]  # a row of the data set of a trainer
+TrainerRow = dict[str, list[int]]  # a row of the data set of a trainer
 
 
-def make_examples(job: Job) -> list[Example]:
+def make_examples(job: TrainingJob) -> list[Example]:
     """Draw random token ids, with lengths around the means of FedJudge's three kinds of text."""
     random = np.random.default_rng(SEED)
     generator = torch.Generator().manual_seed(SEED)
@@ -95,7 +95,7 @@ class Timing(TrainerCallback):  # type: ignore[misc]
         self._after()
 
 
-def arguments_of(job: Job, directory: str) -> dict[str, Any]:
+def arguments_of(job: TrainingJob, directory: str) -> dict[str, Any]:
     """Return a trainer's arguments: the job's settings, without checkpoints or evaluation."""
     settings, on_gpu = job.settings, job.client_device != "cpu"
     return {
@@ -124,7 +124,7 @@ def end_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
 
 
-def as_row(example: Example) -> Row:
+def as_row(example: Example) -> TrainerRow:
     """Convert an example to Trainer's format: no loss outside the targets."""
     labels = example.tokens.where(example.is_target, -100)
     return {"input_ids": example.tokens.tolist(), "labels": labels.tolist()}
@@ -139,7 +139,7 @@ def row_of(side: Side, tokens: Sequence[int]) -> list[str]:
     return [side.name, f"{rate:.0f}", f"{max(side.gpu_bytes[WARM_UP:]) / 1e9:.2f}"]
 
 
-def compare(job: Job, tolerance: float = _TOLERANCE) -> list[list[str]]:
+def compare(job: TrainingJob, tolerance: float = _TOLERANCE) -> list[list[str]]:
     """Run the pairs of steps, and return rows of the table; exit if losses of a step differ."""
     examples = make_examples(job)
     steps = trainer_steps(examples, job.shape.rows * job.shape.micro_batches, job.steps - WARM_UP)

@@ -16,7 +16,7 @@ import torch
 
 from bench import tokens_told
 from bench.harness import command, make_table, show
-from bench.tokens_told import BATCH, examples_of, train
+from bench.tokens_told import BATCH, examples_of, train_adapter
 from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
@@ -31,7 +31,7 @@ _ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_
 _Values = dict[str, torch.Tensor]  # adapter weights by name
 
 
-def measure(
+def measure_membership(
     settings: ModelSettings, seed: int, rounds: Sequence[int] = _ROWS
 ) -> list[dict[str, float]]:
     """Train a round on each number of rows, and attack it.
@@ -48,12 +48,12 @@ def measure(
 
     def train_on(rows: Sequence[Example]) -> None:
         steps = [range(len(rows))[start : start + BATCH] for start in range(0, len(rows), BATCH)]
-        train(model, parameters, rows, steps, base.tokenizer, seed)
+        train_adapter(model, parameters, rows, steps, base.tokenizer, seed)
 
     train_on(examples[-_EARLIER:])
     before = {name: value.detach().clone() for name, value in parameters.items()}
     others = examples[-_EARLIER - _OTHERS : -_EARLIER]
-    found = []
+    results = []
     for count in rounds:
         rows = examples[:count]
         candidates = [collate([e], base.tokenizer.pad_token_id) for e in (*rows, *others)]
@@ -65,8 +65,13 @@ def measure(
         after = model.summed_losses(candidates)
         gained = [old - new for old, new in zip(losses, after, strict=True)]
         aligned = [_alignment(gradient, changes) for gradient in gradients]
-        found.append({"loss": _told(gained, count), "gradient": _told(aligned, count)})
-    return found
+        results.append(
+            {
+                "loss": _share_recognised(gained, count),
+                "gradient": _share_recognised(aligned, count),
+            }
+        )
+    return results
 
 
 def _alignment(gradient: _Values, changes: _Values) -> float:
@@ -78,7 +83,7 @@ def _alignment(gradient: _Values, changes: _Values) -> float:
     )
 
 
-def _told(scores: Sequence[float], members: int) -> float:
+def _share_recognised(scores: Sequence[float], members: int) -> float:
     inside, outside = torch.tensor(scores[:members]), torch.tensor(scores[members:])
     return float((inside[:, None] > outside).double().mean())
 
@@ -91,15 +96,17 @@ def main() -> None:
     arguments = parser.parse_args()
     settings, seeds = ModelSettings(name=arguments.model), range(arguments.seeds)
     table = make_table("rows", "told by loss", "told by gradient")
-    found = [measure(settings, seed) for seed in seeds]
+    results = [measure_membership(settings, seed) for seed in seeds]
     for index, rows in enumerate(_ROWS):
         cells = []
         for attack in ("loss", "gradient"):
-            values = [each[index][attack] for each in found]
+            values = [each[index][attack] for each in results]
             cells.append(f"{100 * statistics.mean(values):.1f} % ({100 * min(values):.1f})")
         table.add_row(str(rows), *cells)
     show(f"{arguments.model}; mean over {arguments.seeds} seeds, and the lowest value", table)
-    table = tokens_told.table([tokens_told.measure(settings, seed) for seed in seeds])
+    table = tokens_told.make_token_table(
+        [tokens_told.measure_tokens(settings, seed) for seed in seeds]
+    )
     show(f"{arguments.model}; sums over {arguments.seeds} seeds", table)
 
 

@@ -27,9 +27,18 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bench.harness import Worker, command, make_table, show
-from bench.job import Course, Job, Shape, join, load_body, load_ends, open_model, random_job
-from bench.parties import Server, Training
+from bench.harness import BoundProcess, command, make_table, show
+from bench.job import (
+    Course,
+    Shape,
+    TrainingJob,
+    join_round,
+    load_client_parts,
+    load_server_part,
+    open_model,
+    random_job,
+)
+from bench.parties import Training, TrainingServer
 from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
@@ -106,15 +115,17 @@ class SavedTensors:
         self.peak = max(self.peak, self._bytes)
 
 
-def measure_client(split: SplitSettings, job: Job, invitation: Invitation) -> dict[str, int]:
+def measure_client(
+    split: SplitSettings, job: TrainingJob, invitation: Invitation
+) -> dict[str, int]:
     """Train a client, and return byte counts by name."""
     memory = Memory()
-    ends = load_ends(job, split)
+    ends = load_client_parts(job, split)
     loading = memory.peak()
     tensors = [p for part in ends.values() for p in part.model.parameters()]
     buffers = [b for part in ends.values() for b in part.model.buffers()]
     with open_model(ends, invitation, job, split) as model:
-        join(model, job)
+        join_round(model, job)
         course = Course(job, model, model.parameters)
         course.train(job.steps - 1)
         peak = memory.peak()
@@ -129,13 +140,13 @@ def measure_client(split: SplitSettings, job: Job, invitation: Invitation) -> di
 class MeasuredServer:
     """A block server that measures its own memory, in a separate process."""
 
-    def invite(self, jobs: Sequence[Job], split: SplitSettings) -> list[Invitation]:
+    def invite(self, jobs: Sequence[TrainingJob], split: SplitSettings) -> list[Invitation]:
         """Begin to serve, and return the invitations."""
         self._memory = Memory()
-        body = load_body(jobs[0], split)
+        body = load_server_part(jobs[0], split)
         layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
         self._bytes = {"loading": self._memory.peak(), "layers": layers}
-        self._server = Server(jobs, split, body)
+        self._server = TrainingServer(jobs, split, body)
         return self._server.invite()
 
     def finish(self) -> dict[str, int]:
@@ -147,26 +158,28 @@ class MeasuredServer:
         return self._bytes | {"peak": self._memory.peak()}
 
 
-def client_memory(job: Job, miniature: Job, cores: set[int]) -> dict[str, int]:
+def client_memory(job: TrainingJob, miniature: TrainingJob, cores: set[int]) -> dict[str, int]:
     """Run a client and the servers that it needs; return the client's byte counts by name."""
     split = SplitSettings(frame_timeout=600.0)
-    with Worker(cores, copy, split) as client:
+    with BoundProcess(cores, copy, split) as client:
         for each in (miniature, job):
-            with Worker(cores, Server, [each], split) as server:
-                (invitation,) = server.ask(Server.invite)
+            with BoundProcess(cores, TrainingServer, [each], split) as server:
+                (invitation,) = server.ask(TrainingServer.invite)
                 measured = client.ask(measure_client, each, invitation)
     return measured
 
 
-def server_memory(job: Job, miniature: Job, cores: set[int], lanes: int) -> dict[str, int]:
+def server_memory(
+    job: TrainingJob, miniature: TrainingJob, cores: set[int], lanes: int
+) -> dict[str, int]:
     """Run a server, and its clients in another process; return the server's byte counts by name."""
     split = SplitSettings(
         schedule="hierarchical", activation_budget=_ROOM * job.shape.tokens, frame_timeout=600.0
     )
-    with Worker(cores, MeasuredServer) as server:
+    with BoundProcess(cores, MeasuredServer) as server:
         for each in (miniature, job):
             jobs = [each] * lanes
-            with Worker(cores, Training, jobs, split) as clients:
+            with BoundProcess(cores, Training, jobs, split) as clients:
                 clients.ask(Training.begin, server.ask(MeasuredServer.invite, jobs, split))
                 clients.ask(Training.steps, each.steps)
                 clients.ask(Training.accounts)

@@ -8,16 +8,16 @@ from dataclasses import asdict, replace
 from statistics import mean
 from typing import Any
 
-from bench.harness import ANSWER_SECONDS, Side, Worker, gpu_bytes, wait_for_gpus
+from bench.harness import ANSWER_SECONDS, BoundProcess, Side, gpu_bytes, wait_for_gpus
 from bench.job import (
     LIFETIME,
     Course,
-    Job,
-    join,
-    load_body,
-    load_ends,
+    TrainingJob,
+    join_round,
+    load_client_parts,
+    load_server_part,
     open_model,
-    serving,
+    start_block_server,
     whole_course,
 )
 from bench.proxy import Proxy
@@ -40,7 +40,7 @@ class Processes(Side):
         self,
         stack: ExitStack,
         name: str,
-        jobs: Sequence[Job],
+        jobs: Sequence[TrainingJob],
         split: SplitSettings | None,
         cores: Collection[int],
         *,
@@ -51,14 +51,18 @@ class Processes(Side):
     ) -> None:
         self._steps_per_turn = steps_per_turn
         groups = [jobs] if together else [[job] for job in jobs]
-        self._clients = [stack.enter_context(Worker(cores, Training, own, split)) for own in groups]
-        self._servers, proxies = list[Worker](), list[Worker]()
+        self._clients = [
+            stack.enter_context(BoundProcess(cores, Training, own, split)) for own in groups
+        ]
+        self._servers, proxies = list[BoundProcess](), list[BoundProcess]()
         if split is not None:
-            server = stack.enter_context(Worker(server_cores or cores, Server, jobs, split))
-            self._servers, invitations = [server], server.ask(Server.invite)
+            server = stack.enter_context(
+                BoundProcess(server_cores or cores, TrainingServer, jobs, split)
+            )
+            self._servers, invitations = [server], server.ask(TrainingServer.invite)
             if line is not None:
                 every_core, address = os.sched_getaffinity(0), invitations[0].address
-                proxies = [stack.enter_context(Worker(every_core, Proxy, address, *line))]
+                proxies = [stack.enter_context(BoundProcess(every_core, Proxy, address, *line))]
                 address = proxies[0].ask(Proxy.address)
                 invitations = [replace(each, address=address) for each in invitations]
             each = iter(invitations)
@@ -73,7 +77,7 @@ class Processes(Side):
             for own in self._ask_clients(Training.steps, *[1] * len(self._clients)):
                 losses += own
             for server in self._servers:
-                server.ask(Server.settle)
+                server.ask(TrainingServer.settle)
         return mean(losses)
 
     def server_seconds(self) -> float:
@@ -83,7 +87,7 @@ class Processes(Side):
     def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """End the round; return each client's traffic and times, and each lane's at the server."""
         own = [account for client in self._clients for account in client.ask(Training.accounts)]
-        return own, self._servers[0].ask(Server.finish)
+        return own, self._servers[0].ask(TrainingServer.finish)
 
     def gpu_peaks(self) -> list[int]:
         """Return the peaks of GPU memory in bytes: of all clients, and of the server, if any."""
@@ -112,29 +116,29 @@ class Training:
     With ``split``, they are clients, one for each job. Without it, each is a whole model.
     """
 
-    def __init__(self, jobs: Sequence[Job], split: SplitSettings | None = None) -> None:
+    def __init__(self, jobs: Sequence[TrainingJob], split: SplitSettings | None = None) -> None:
         self._jobs, self._split = jobs, split
         self._threads = ThreadPoolExecutor(len(jobs))
         if split is None:
             self._courses = [whole_course(job) for job in jobs]
         else:
-            self._ends = [load_ends(job, split) for job in jobs]
+            self._ends = [load_client_parts(job, split) for job in jobs]
 
     def begin(self, invitations: Sequence[Invitation]) -> None:
         """Let each client join the round with its own invitation."""
         self._lanes = ExitStack()
-        self._models = list(self._threads.map(self._joined, self._ends, self._jobs, invitations))
+        self._models = list(self._threads.map(self._join, self._ends, self._jobs, invitations))
         self._courses = [
             Course(job, model, model.parameters)
             for job, model in zip(self._jobs, self._models, strict=True)
         ]
 
-    def _joined(
-        self, ends: Mapping[PartyName, Part], job: Job, invitation: Invitation
+    def _join(
+        self, ends: Mapping[PartyName, Part], job: TrainingJob, invitation: Invitation
     ) -> SplitModel:
         assert self._split is not None
         model = self._lanes.enter_context(open_model(ends, invitation, job, self._split))
-        join(model, job)
+        join_round(model, job)
         return model
 
     def steps(self, count: int) -> list[float]:
@@ -153,13 +157,15 @@ class Training:
         ]
 
 
-class Server:
+class TrainingServer:
     """A block server in this process, with a lane for each client."""
 
-    def __init__(self, jobs: Sequence[Job], split: SplitSettings, body: Part | None = None) -> None:
+    def __init__(
+        self, jobs: Sequence[TrainingJob], split: SplitSettings, body: Part | None = None
+    ) -> None:
         job, self._names = jobs[0], [f"client-{number}" for number in range(len(jobs))]
-        body, self._seed = body or load_body(job, split), job.seed
-        self._server = serving(body=body, job=job, split=split, clients=len(jobs))
+        body, self._seed = body or load_server_part(job, split), job.seed
+        self._server = start_block_server(body=body, job=job, split=split, clients=len(jobs))
         self._server.begin_round(dict.fromkeys(self._names, 1), job.seed)
 
     def invite(self) -> list[Invitation]:

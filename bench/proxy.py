@@ -9,6 +9,8 @@ import asyncio
 from asyncio import StreamReader, StreamWriter
 from threading import Thread
 
+from split.address import parse_address
+
 _HOST = "127.0.0.1"
 _AT_ONCE = 2**20  # maximum bytes to read at once
 
@@ -20,7 +22,7 @@ class Proxy:
     """
 
     def __init__(self, address: str, delay: float, gigabits: float) -> None:
-        self._target = address.rpartition(":")[::2]
+        self._target = parse_address(address)
         self._delay, self._rate = delay, gigabits * 1e9 / 8  # in seconds and bytes per second
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, daemon=True).start()

@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 
 from bench.harness import RATIOS, WARM_UP, command, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_examples, random_job
+from bench.job import SEED, Shape, TrainingJob, random_examples, random_job
 from bench.parties import Processes, alternate
 from finetuning.data.tokenization import Example
 from split.settings import SplitSettings
@@ -38,21 +38,21 @@ TARGETS = {"client-batch": "≥ 0.97"}
 _TOLERANCE = 1e-2  # maximum difference between first losses
 
 
-def stacked(job: Job, clients: int) -> Job:
+def stack_job(job: TrainingJob, clients: int) -> TrainingJob:
     """Return the whole model's job: its micro-batches are unions of the clients' micro-batches."""
     shape = replace(job.shape, rows=clients * job.shape.rows)
     return replace(job, shape=shape, examples=random_examples)
 
 
-def own_examples(job: Job, client: int, clients: int) -> list[Example]:
+def own_examples(job: TrainingJob, client: int, clients: int) -> list[Example]:
     """Return a client's share of the whole model's examples, in the same order."""
-    examples = random_examples(stacked(job, clients))
+    examples = random_examples(stack_job(job, clients))
     return [e for i, e in enumerate(examples) if i // job.shape.rows % clients == client]
 
 
-def start(
+def start_schedules(
     stack: ExitStack,
-    job: Job,
+    job: TrainingJob,
     clients: int,
     schedules: Sequence[str],
     cores: Collection[int],
@@ -63,7 +63,7 @@ def start(
     ``job`` is one client's job. Serial has one client. See `Processes` for the other arguments.
     """
     side = partial(Processes, stack, cores=cores, together=together)
-    sides = [side("centralised", [stacked(job, clients)], None)]
+    sides = [side("centralised", [stack_job(job, clients)], None)]
     for schedule in schedules:
         steps_per_turn = clients if schedule == "serial" else 1
         split = SplitSettings(schedule=schedule, activation_budget=2**20, frame_timeout=3600.0)
@@ -76,7 +76,7 @@ def start(
     return sides
 
 
-def check(sides: Sequence[Processes], tolerance: float) -> None:
+def check_losses(sides: Sequence[Processes], tolerance: float) -> None:
     """Exit if the first losses of the whole model, the first side, and of client-batch differ."""
     for side in sides:
         difference = abs(side.losses[0] - sides[0].losses[0])
@@ -97,9 +97,9 @@ def main() -> None:
     with random_job(shape, WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
             with ExitStack() as stack:
-                sides = start(stack, job, clients, SCHEDULES, core)
+                sides = start_schedules(stack, job, clients, SCHEDULES, core)
                 alternate(sides, job.steps)
-            check(sides, _TOLERANCE)
+            check_losses(sides, _TOLERANCE)
             samples = clients * shape.rows * shape.micro_batches
             for side in sides:
                 cells = [f"{samples / side.summary()[0]:.2f}", *ratios(sides[0], side)]

@@ -28,18 +28,18 @@ from typing import Any
 from rich.table import Table
 
 from bench.harness import RATIOS, WARM_UP, command, compared_with, make_table, ratios, show
-from bench.job import SEED, Job, Shape, random_job
+from bench.job import SEED, Shape, TrainingJob, random_job
 from bench.parties import Processes, alternate
 from split.settings import SplitSettings
 
 _COMPARED = 3  # number of first steps whose losses are compared
 _TOLERANCE = 1e-4
 _DELAY, _GIGABITS = 0.02, 1.0
-Account = dict[str, dict[str, float]]
+Breakdown = dict[str, dict[str, float]]
 
 
-def start(
-    stack: ExitStack, job: Job, split: SplitSettings, cores: Sequence[int]
+def start_configurations(
+    stack: ExitStack, job: TrainingJob, split: SplitSettings, cores: Sequence[int]
 ) -> list[Processes]:
     """Start every configuration; those with two cores only if there are two."""
     one, other = {cores[-1]}, {cores[0]}
@@ -55,7 +55,7 @@ def start(
     return sides
 
 
-def compared(sides: Sequence[Processes]) -> Table:
+def make_comparison(sides: Sequence[Processes]) -> Table:
     """Return each configuration's seconds, and its ratios to another configuration."""
     table = make_table("", "median", "minimum", "CPU", "÷", *RATIOS, "target")
     # Lanes without a proxy are compared with the whole model, others with the two-core lane.
@@ -69,7 +69,7 @@ def compared(sides: Sequence[Processes]) -> Table:
     return table
 
 
-def spent(side: Processes) -> Account:
+def break_down(side: Processes) -> Breakdown:
     """Return a breakdown of a split side's time, in seconds per step, including the warm-up.
 
     A client's ``seconds_computing`` are CPU time of its thread, and ``cpu`` is the CPU time of a
@@ -78,7 +78,7 @@ def spent(side: Processes) -> Account:
     (client,), (server,) = side.accounts()
     steps = len(side.losses)
     cpu = [sum(each) / steps for each in zip(*side.cpu, strict=True)]
-    result: Account = {
+    result: Breakdown = {
         party: {key: value / steps for key, value in account.items() if key.startswith("seconds_")}
         for party, account in (("client", client), ("server", server))
     }
@@ -88,7 +88,7 @@ def spent(side: Processes) -> Account:
     return result
 
 
-def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
+def first_losses(job: TrainingJob, split: SplitSettings, core: int) -> list[float]:
     """Train the first steps with wire type float32, and return their losses."""
     job, split = replace(job, steps=_COMPARED), split.model_copy(update={"wire_dtype": "float32"})
     with ExitStack() as stack:
@@ -96,12 +96,14 @@ def first_losses(job: Job, split: SplitSettings, core: int) -> list[float]:
         return [side.step() for _ in range(_COMPARED)]
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> float:
+def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the largest difference of the first steps' losses."""
     return max(abs(a - b) for a, b in zip(one[:_COMPARED], other[:_COMPARED], strict=True))
 
 
-def recorded(sides: Sequence[Processes], accounts: Sequence[Account], wire: str) -> dict[str, Any]:
+def make_record(
+    sides: Sequence[Processes], accounts: Sequence[Breakdown], wire: str
+) -> dict[str, Any]:
     """Return times, their ratios to the whole model's and their breakdown, for a JSON file."""
     result = []
     for side, account in zip(sides, (None, *accounts), strict=True):
@@ -122,19 +124,19 @@ def main() -> None:
     with ExitStack() as stack:
         job = stack.enter_context(random_job(shape, WARM_UP + arguments.pairs))
         exact = first_losses(job, split, cores[-1])
-        sides = start(stack, job, split, cores)
+        sides = start_configurations(stack, job, split, cores)
         alternate(sides, job.steps)
-        accounts = [spent(side) for side in sides[1:]]
+        accounts = [break_down(side) for side in sides[1:]]
     whole = sides[0].losses
     most = max(sum(account["bytes"].values()) for account in accounts)
     differences = {
-        split.wire_dtype: max(difference(side.losses, whole) for side in sides),
-        "float32": difference(exact, whole),
+        split.wire_dtype: max(largest_difference(side.losses, whole) for side in sides),
+        "float32": largest_difference(exact, whole),
     }
     show(
         f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
         "seconds per step, and ratios",
-        compared(sides),
+        make_comparison(sides),
         f"at most {most / 1000:.1f} kilobytes per step in both directions, "
         f"{most / shape.step_bytes:.4f} × 4 · tokens · hidden · 2 bytes",
         *(
@@ -146,7 +148,7 @@ def main() -> None:
     if not differences["float32"] <= _TOLERANCE:
         raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
     if arguments.record:
-        result = recorded(sides, accounts, split.wire_dtype)
+        result = make_record(sides, accounts, split.wire_dtype)
         arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

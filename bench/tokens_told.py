@@ -37,7 +37,7 @@ from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
 from finetuning.training.loop import LocalRound, train_round
 from finetuning.whole_model import WholeModel
 
-ROWS = (1, 4, 16)
+ROW_COUNTS = (1, 4, 16)
 BATCH = 4
 _LONGEST = 128  # tokens of a row
 _RATE = 2e-3  # learning rate: with Adam, the size of a weight's first change
@@ -52,8 +52,8 @@ _Reader = Callable[[_Values], set[int]]  # returns the tokens that changes tell
 Told = tuple[int, int, int]
 
 
-def measure(
-    settings: ModelSettings, seed: int, rows: Sequence[int] = ROWS
+def measure_tokens(
+    settings: ModelSettings, seed: int, rows: Sequence[int] = ROW_COUNTS
 ) -> dict[str, list[Told]]:
     """Attack a step on each number of rows; return the results by kind of adapter."""
     lora = partial(AdapterSettings, alpha=16, dropout=0.0)
@@ -71,12 +71,12 @@ def measure(
     }
 
 
-def table(found: Sequence[Mapping[str, Sequence[Told]]]) -> Table:
+def make_token_table(results: Sequence[Mapping[str, Sequence[Told]]]) -> Table:
     """Return the table of the sums of several seeds' results."""
-    result = make_table("", *(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS))
-    for name in found[0]:
+    result = make_table("", *(f"{rows} row{'s' * (rows > 1)}" for rows in ROW_COUNTS))
+    for name in results[0]:
         cells = []
-        for of_rows in zip(*(each[name] for each in found), strict=True):
+        for of_rows in zip(*(each[name] for each in results), strict=True):
             right, occurring, wrong = (sum(numbers) for numbers in zip(*of_rows, strict=True))
             cells.append(f"{right}/{occurring}, {wrong} wrong")
         result.add_row(name, *cells)
@@ -97,7 +97,7 @@ def tokens_of(examples: Sequence[Example], only_targets: bool = False) -> set[in
     return {token for tokens in chosen for token in tokens.tolist()}
 
 
-def train(
+def train_adapter(
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
     rows: Sequence[Example],
@@ -131,11 +131,11 @@ def _attack(
     parameters = trainable_parameters(model.peft_model)
     examples = examples_of(base.tokenizer, max(rows) + _OTHERS, seed)
     own, others = examples[: max(rows)], examples[max(rows) :]
-    tested = _drawn(tokens_of(own), 63) + _drawn(tokens_of(others) - tokens_of(own), 64)
+    tested = _draw(tokens_of(own), 63) + _draw(tokens_of(others) - tokens_of(own), 64)
     with torch.no_grad():
         read = prepare(base.model, parameters, tested, others)
     chosen = {name: value.detach().clone() for name, value in parameters.items()}
-    found, generator = [], torch.Generator().manual_seed(seed)  # training seeds torch's own
+    results, generator = [], torch.Generator().manual_seed(seed)  # training seeds torch's own
     for count in rows:
         changes = {}
         for step in range(steps):
@@ -145,35 +145,35 @@ def _attack(
                     signs = torch.randint(2, value.shape, generator=generator) * 2 - 1
                     before[name] = value * signs
             load_state(parameters, before)
-            train(model, parameters, own[:count], [range(count)], base.tokenizer, seed)
+            train_adapter(model, parameters, own[:count], [range(count)], base.tokenizer, seed)
             for name, value in parameters.items():
                 changes[f"{step}.{name}"] = value.detach() - before[name]
         told = read(changes)
         occurring = tokens_of(own[:count], only_targets=adapter.targets == "lm_head")
         if adapter.kind == "prefix":
             occurring &= set(tested)
-        found.append((len(told & occurring), len(occurring), len(told - occurring)))
-    return found
+        results.append((len(told & occurring), len(occurring), len(told - occurring)))
+    return results
 
 
-def _drawn(tokens: set[int], count: int) -> list[int]:
+def _draw(tokens: set[int], count: int) -> list[int]:
     ordered = sorted(tokens)
     return [ordered[index] for index in torch.randperm(len(ordered))[:count]]
 
 
-def _where(tokens: torch.Tensor) -> set[int]:
+def _find_nonzero(tokens: torch.Tensor) -> set[int]:
     return set(tokens.nonzero().flatten().tolist())
 
 
 def _embeddings(*_: Any) -> _Reader:
-    return lambda changes: _where(_only(changes, "lora_embedding_A").any(0))
+    return lambda changes: _find_nonzero(_only(changes, "lora_embedding_A").any(0))
 
 
 def _output_head(model: Any, parameters: _Values, _: Any, others: Sequence[Example]) -> _Reader:
     states = [model.base_model(each.tokens[None]).last_hidden_state[0] for each in others]
     inputs = torch.cat(states).double()
     _only(parameters, "lora_A")[:] = _inverse(inputs, ridge=1e-3) @ inputs.mean(0)
-    return lambda changes: _where(_only(changes, "lora_B").sum(1) > 0)
+    return lambda changes: _find_nonzero(_only(changes, "lora_B").sum(1) > 0)
 
 
 def _only(values: _Values, name: str) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _prefix(model: Any, parameters: _Values, tested: Sequence[int], _: Any) -> _
     def read(changes: _Values) -> set[int]:
         values = _only(changes, "").view(shape)[1 : 1 + len(tested), 0, 1]
         changed = (values.abs().amax(-1) > _RATE / 2).all(-1)
-        return {tested[index] for index in _where(changed)}
+        return {tested[index] for index in _find_nonzero(changed)}
 
     return read
 
@@ -245,7 +245,7 @@ def _linear(model: Any, parameters: _Values, *_: Any) -> _Reader:
         # Whitened, the embeddings of different tokens are nearly orthogonal.
         whitening = torch.linalg.cholesky(_inverse(inputs))
         basis = torch.linalg.qr((directions[sizes > 1e-5 * sizes[0]] @ whitening).T).Q
-        return _where((normalize(inputs @ whitening, dim=-1) @ basis).norm(dim=-1) > _WITHIN)
+        return _find_nonzero((normalize(inputs @ whitening, dim=-1) @ basis).norm(dim=-1) > _WITHIN)
 
     return read
 

@@ -14,7 +14,7 @@ from chambers.checkpoints import Convert, Export, Merge
 from chambers.data import Data
 from chambers.endpoint.chat import Chat
 from chambers.endpoint.command import Api
-from chambers.errors import described
+from chambers.errors import describe_error
 from chambers.evaluate import Evaluate
 from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
@@ -23,7 +23,7 @@ from chambers.serve import Serve, Stage
 from chambers.sheet.command import Make, Read
 from chambers.site.check import Check
 from chambers.site.nodes import Admit, Expel, Nodes
-from chambers.site.programs import Up, Worker
+from chambers.site.programs import StartWorker, Up
 from chambers.site.setup import Coordinator, Join, Update
 from chambers.site.sign import Sign
 from chambers.status import Status
@@ -60,7 +60,7 @@ _SITE_COMMANDS = {
     "expel": Expel,
     "up": Up,
     "check": Check,
-    "worker": Worker,
+    "worker": StartWorker,
     "update": Update,
 }
 
@@ -127,7 +127,7 @@ def _reason(error: UserError | click.ClickException | OSError | RuntimeError) ->
     if isinstance(error, click.ClickException):  # of Flower's client
         return error.format_message()
     if isinstance(error, OSError):
-        return described(error)
+        return describe_error(error)
     if type(error).__name__ == "OutOfMemoryError":  # by name: importing PyTorch is slow
         from finetuning.devices import memory_problem
 

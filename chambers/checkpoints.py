@@ -9,15 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from chambers.disk_space import existing
+from chambers.disk_space import find_existing
 from chambers.errors import CommandError, interrupt_at_end
 from chambers.settings import count_clients
-from chambers.sources import AdapterOptions, RunFolder, argument, find_run, option, trained_on
+from chambers.sources import (
+    BASE_MODEL,
+    AdapterOptions,
+    RunFolder,
+    argument,
+    find_run,
+    option,
+    trained_on,
+)
 from federation.run_folder import METRICS, read_events
 from finetuning.adapters.saved import SavedAdapter, read_adapter
 
 if TYPE_CHECKING:
-    from chambers.models import Source
+    from chambers.model_source import ModelSource
     from finetuning.data.rows import Row
 
 # Maximum number of rows on which a merged model's loss is compared with the adapter's, and the
@@ -89,9 +97,7 @@ class Merge:
 
     adapter: Annotated[Path, argument("ADAPTER")]
     folder: Annotated[Path, argument("FOLDER")]
-    model: Annotated[
-        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
-    ] = None
+    model: Annotated[str | None, BASE_MODEL] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         option("Precision of the merged weights; default auto, that of the base model."),
@@ -112,7 +118,7 @@ class Merge:
             raise CommandError(f"{self.folder} exists; name a folder that doesn't")
         if any(parent.is_file() for parent in self.folder.absolute().parents):
             raise CommandError(f"{self.folder} can't be written: a folder above it is a file")
-        above = existing(self.folder.absolute().parent)
+        above = find_existing(self.folder.absolute().parent)
         if not os.access(above, os.W_OK):
             raise CommandError(f"{self.folder} can't be written: no permission in {above}")
         options = AdapterOptions(adapter=self.adapter, model=self.model)
@@ -127,13 +133,13 @@ class Merge:
         return 0
 
     def _merge(self, adapter: SavedAdapter, run: RunFolder | None, options: AdapterOptions) -> None:
-        from chambers.models import find
+        from chambers.models import find_source
         from finetuning.adapters.merging import fetch_licence, merge, save_merged
         from finetuning.adapters.model_card import merged_card
 
         losses = _losses(run, self.adapter) if run else {}
         rows, origin = _held_out(run, self.data)
-        source = find(options, None)
+        source = find_source(options, None)
         name, trained = source.settings.name, trained_on(adapter, run)
         quantization = self.quantization or trained or "none"
         as_trained = source.settings.model_copy(update={"quantization": trained or quantization})
@@ -185,9 +191,7 @@ class Export:
         Literal["peft", "vllm", "llama.cpp"],
         typer.Option("--for", help="Program that loads the adapter.", show_default=False),
     ]
-    model: Annotated[
-        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
-    ] = None
+    model: Annotated[str | None, BASE_MODEL] = None
 
     def __call__(self) -> int:
         """Write the adapter."""
@@ -217,8 +221,8 @@ def _held_out(run: RunFolder | None, file: Path | None) -> "tuple[list[Row], str
     if file:
         return read_rows(file)[:_COMPARED], f"rows of {file}"
     config = run.config if run else {}
-    found = {k.removeprefix("data."): v for k, v in config.items() if k.startswith("data.")}
-    settings = DataSettings.model_validate(found)
+    data = {k.removeprefix("data."): v for k, v in config.items() if k.startswith("data.")}
+    settings = DataSettings.model_validate(data)
     if not Path(settings.path).expanduser().exists():
         settings = settings.model_copy(update={"path": ""})
     count = count_clients({"data.path": settings.path, "data.pool": settings.pool})
@@ -230,9 +234,9 @@ def _held_out(run: RunFolder | None, file: Path | None) -> "tuple[list[Row], str
     ], f"held-out rows in {settings.path}" if settings.path else "generated rows"
 
 
-def _loss(source: "Source", rows: "list[Row]") -> float:
+def _loss(source: "ModelSource", rows: "list[Row]") -> float:
     """Return a model's loss on the targets of rows, in nats per token."""
-    from chambers.models import opened
+    from chambers.models import load_source
     from finetuning.data.tokenization import tokenize
     from finetuning.evaluation.held_out import held_out_loss
     from finetuning.model.positions import trained_positions
@@ -242,7 +246,7 @@ def _loss(source: "Source", rows: "list[Row]") -> float:
     longest = min(_LONGEST, trained_positions(source.directory))
     examples, _ = tokenize(rows, tokenizer, int(longest))
     model: Any
-    with opened(source) as model:
+    with load_source(source) as model:
         return held_out_loss(model, examples, tokenizer.pad_token_id, 4).loss
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from chambers.actors import Machine, gpus_of_each, in_memory_of
 from chambers.errors import CommandError
 from federation.run_config import RunConfig, Scalar
+from split.address import parse_address
 
 _PACKAGES = ("ray", "flwr", "torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 _PROBE_SECONDS = 1800.0  # a host may have to digest a large model
@@ -34,8 +35,7 @@ def join(address: str, config: RunConfig, clients: int, app: Path) -> tuple[int,
     # As on a single machine, each actor has one thread, so that results are equal.
     job = {"runtime_env": {"working_dir": str(app), "env_vars": {"OMP_NUM_THREADS": "1"}}}
     try:
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()  # Ray retries
+        socket.create_connection(parse_address(address), timeout=10).close()  # Ray retries
         ray.init(address, log_to_driver=False, logging_level="ERROR", **job)
         here = ray.util.get_node_ip_address()
         with NamedTemporaryFile(dir=config.state_path) as shared:
@@ -81,16 +81,16 @@ def _check_hosts(ray: Any, values: Mapping[str, Scalar], shared: str) -> list[Ma
         task.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote(values, shared)
         for node in nodes
     ]
-    ours, hosts = probe(values, shared)[0], []
+    values_here, hosts = probe(values, shared)[0], []
     for node, reply in zip(nodes, replies, strict=True):
         host = node["NodeManagerAddress"]
         try:
-            theirs, memory = ray.get(reply, timeout=_PROBE_SECONDS)
+            values_there, memory = ray.get(reply, timeout=_PROBE_SECONDS)
         except ray.exceptions.RayError as error:
             reason = getattr(error, "cause", error)
             raise ValueError(f"host {host}: {type(reason).__name__}: {reason}") from error
-        for name in sorted(ours.keys() | theirs.keys()):
-            one, other = theirs.get(name, "missing"), ours.get(name, "missing")
+        for name in sorted(values_here.keys() | values_there.keys()):
+            one, other = values_there.get(name, "missing"), values_here.get(name, "missing")
             if one != other:
                 raise ValueError(f"{name} is {one} on host {host}, but {other} on this host")
         owned = node["Resources"]
@@ -110,14 +110,14 @@ def probe(values: Mapping[str, Scalar], shared: str) -> tuple[dict[str, str], in
     from federation.run_config import parse_run_config
 
     config = parse_run_config(values)
-    found = {"Python": python_version()} | {name: version(name) for name in _PACKAGES}
-    found |= {f"the model's {name}": value for name, value in base_model_of(config)[1].items()}
+    facts = {"Python": python_version()} | {name: version(name) for name in _PACKAGES}
+    facts |= {f"the model's {name}": value for name, value in base_model_of(config)[1].items()}
     path = Path(config.data.path).expanduser()
     for file in (path, *sorted(path.rglob("*"))) if path.is_absolute() else ():
         if file.is_file():
             with file.open("rb") as content:
-                found[f"the digest of {file}"] = file_digest(content, "sha256").hexdigest()
+                facts[f"the digest of {file}"] = file_digest(content, "sha256").hexdigest()
     is_shared = "shared" if Path(shared).exists() else "not shared"
-    return found | {f"state-path ({Path(shared).parent})": is_shared}, (
+    return facts | {f"state-path ({Path(shared).parent})": is_shared}, (
         psutil.virtual_memory().available
     )

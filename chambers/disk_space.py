@@ -23,7 +23,7 @@ _LINE = re.compile(
 )
 
 
-def existing(path: Path) -> Path:
+def find_existing(path: Path) -> Path:
     """Return the path if it is a folder, else its nearest existing parent folder."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 

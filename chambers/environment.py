@@ -16,7 +16,7 @@ _FOLDERS = {"CHAMBERS_CACHE", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"}
 _LONGEST = 107 - 71
 
 
-def direct_here(environment: Mapping[str, str]) -> dict[str, str]:
+def bypass_proxies_locally(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which connections within this machine don't use a proxy.
 
     Flower's programs connect to each other with ``httpx``, which uses the environment's proxies for
@@ -34,7 +34,7 @@ def direct_here(environment: Mapping[str, str]) -> dict[str, str]:
     return kept | dict.fromkeys(("no_proxy", "NO_PROXY", "no_grpc_proxy"), text)
 
 
-def for_children(temporary: Path) -> dict[str, str]:
+def make_child_environment(temporary: Path) -> dict[str, str]:
     """Return the environment of processes that have another current folder than this one.
 
     ``temporary`` is their folder for temporary files, with a short path (see `short_path`).
@@ -42,7 +42,7 @@ def for_children(temporary: Path) -> dict[str, str]:
     set_here = {n: v for n, v in os.environ.items() if n in _FOLDERS and v and v[0] != "~"}
     folders = {name: str(Path(value).absolute()) for name, value in set_here.items()}
     temporary_folders = dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(temporary))
-    return direct_here(os.environ) | folders | temporary_folders
+    return bypass_proxies_locally(os.environ) | folders | temporary_folders
 
 
 @contextmanager

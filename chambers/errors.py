@@ -20,7 +20,7 @@ def read_bytes(file: Path) -> bytes:
         raise CommandError(f"{file} can't be read: {error.strerror}") from error
 
 
-def described(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """Describe an error by its file, if known, and the system's message, or its text or type."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, interrupt_at_end
 from chambers.sources import (
+    INVITATION,
     AdapterOptions,
     BaseModelOptions,
     argument,
@@ -28,7 +29,7 @@ from finetuning.tasks.reading import read_questions
 from finetuning.tasks.tasks import TASKS
 
 if TYPE_CHECKING:
-    from chambers.models import Source
+    from chambers.model_source import ModelSource
     from chambers.task_scores import Harness, Scores
 
 
@@ -68,9 +69,7 @@ class Evaluate(BaseModelOptions):
     include: Annotated[
         Path | None, option("Folder with YAML files of more lm-evaluation-harness tasks.", "FOLDER")
     ] = None
-    invitation: Annotated[
-        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
-    ] = None
+    invitation: Annotated[Path | None, INVITATION] = None
     limit: Annotated[
         int | None, count("Score only the first N rows of each file; default: all.")
     ] = None
@@ -110,23 +109,28 @@ class Evaluate(BaseModelOptions):
             encoder = find_encoder(self.bertscore, self.bertscore_layer)
         named = [self._named(text) for text in self.models or [""]]
         questions = {name: self._questions(name) for name in self._names() if name in TASKS}
-        from chambers.models import find
-        from chambers.task_scores import measure, render
+        from chambers.models import find_source
+        from chambers.task_scores import TaskLimits, print_scores, score_models
 
         # Delete temporary copies of rows on SIGTERM and SIGHUP, as after Ctrl-C.
         interrupt_at_end()
         with ExitStack() as stack:
             harness = self._harness(stack)
-            sources: dict[str, Source] = {}
+            sources: dict[str, ModelSource] = {}
             for text, options in zip(self.models or [""], named, strict=True):
-                source = find(options, self.invitation)
+                source = find_source(options, self.invitation)
                 sources.setdefault(_name_of(source.settings, sources), source.bare)
                 if source.adapter is not None:
                     sources[text] = source
             scores: Scores = {}
             try:
-                measure(
-                    options=self,
+                score_models(
+                    limits=TaskLimits(
+                        batch_tokens=self.batch_tokens,
+                        prompt_tokens=self.max_length,
+                        new_tokens=self.max_new_tokens,
+                        rows=self.limit,
+                    ),
                     sources=sources,
                     questions=questions,
                     encoder=encoder,
@@ -136,7 +140,7 @@ class Evaluate(BaseModelOptions):
             finally:
                 # Show and write the scores computed so far, even after an interruption.
                 if scores:
-                    render(scores)
+                    print_scores(scores)
                 if scores and self.output:
                     self._write(self.output, sources, scores)
 
@@ -205,7 +209,7 @@ class Evaluate(BaseModelOptions):
         kept = set(list(dict.fromkeys(question.origin for question in questions))[: self.limit])
         return [question for question in questions if question.origin in kept]
 
-    def _write(self, file: Path, sources: "dict[str, Source]", scores: "Scores") -> None:
+    def _write(self, file: Path, sources: "dict[str, ModelSource]", scores: "Scores") -> None:
         content = {
             "models": {
                 name: {
@@ -222,7 +226,7 @@ class Evaluate(BaseModelOptions):
         write_json(file.resolve(), content)
 
 
-def _name_of(settings: ModelSettings, sources: "dict[str, Source]") -> str:
+def _name_of(settings: ModelSettings, sources: "dict[str, ModelSource]") -> str:
     """Return a base model's name, with its precision if the name alone is already taken."""
     other = sources.get(settings.name)
     if other is None or other.settings == settings:

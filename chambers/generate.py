@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from chambers.errors import CommandError
-from chambers.sources import DRAFT_HELP, AdapterOptions, argument, check_output, count, option
+from chambers.sources import (
+    DRAFT,
+    INVITATION,
+    AdapterOptions,
+    argument,
+    check_output,
+    count,
+    option,
+)
 from finetuning.data.prompts import prompt_rows, read_prompts, tokenize_prompts
 from finetuning.data.rows import Row
 from finetuning.files import filling, json_text
 
 if TYPE_CHECKING:
-    from chambers.models import Draft, Source
+    from chambers.model_source import ModelSource
+    from chambers.models import Draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +60,7 @@ class Generate(AdapterOptions):
         Path | None,
         option('Write rows with the key "generated" to this file instead of printing.', "F.jsonl"),
     ] = None
-    invitation: Annotated[
-        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
-    ] = None
+    invitation: Annotated[Path | None, INVITATION] = None
     max_new_tokens: Annotated[int, count("Maximum tokens per answer; default 256.")] = 256
     temperature: Annotated[float, option("Sampling temperature; default 0 (greedy).", "T")] = 0.0
     top_p: Annotated[
@@ -64,16 +71,16 @@ class Generate(AdapterOptions):
     batch_size: Annotated[
         int, count("Number of prompts in a batch; default 8, but always 1 with --draft.")
     ] = 8
-    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
+    draft: Annotated[str | None, DRAFT] = None
 
     def __call__(self) -> int:
         """Generate the texts."""
         self._check()
         rows = self._rows()
-        from chambers.models import check_length, find, find_draft, opened
+        from chambers.models import check_length, find_draft, find_source, load_source
         from finetuning.model.tokenizer import load_tokenizer
 
-        source = find(self, self.invitation)
+        source = find_source(self, self.invitation)
         tokenizer = load_tokenizer(source.directory)
         prompts = tokenize_prompts(rows, tokenizer)
         lengths = [(len(prompt), row.origin) for prompt, row in zip(prompts, rows, strict=True)]
@@ -81,7 +88,7 @@ class Generate(AdapterOptions):
         check_length(source, max(lengths), self.max_new_tokens + draft.room)
         if source.adapter is None:
             print("no --adapter: the base model answers", file=sys.stderr)
-        with opened(source) as model, ExitStack() as stack:
+        with load_source(source) as model, ExitStack() as stack:
             output: TextIO = sys.stdout
             if self.output:
                 stack.enter_context(filling(self.output.absolute().parent))
@@ -131,7 +138,12 @@ class Generate(AdapterOptions):
         return prompt_rows(prompts)
 
     def _texts(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Any], source: "Source", draft: "Draft"
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: Sequence[Any],
+        source: "ModelSource",
+        draft: "Draft",
     ) -> Iterator[str]:
         """Generate in batches of prompts of similar length; yield texts in the prompts' order."""
         from finetuning.evaluation.generation import generate_texts, sampling

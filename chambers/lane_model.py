@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from chambers.errors import CommandError
+from chambers.model_source import ModelSource
 from finetuning.data.candidates import CandidateBatch
 from split.client.connecting import connect
 from split.model.part import Part
@@ -25,13 +26,10 @@ from split.protocol.errors import (
 )
 from split.protocol.standing_invitation import StandingInvitation
 
-if TYPE_CHECKING:
-    from chambers.models import Source
-
 # Timeout for reaching the server and for its final confirmation; short, since users may wait.
 _PATIENCE_SECONDS = 5.0
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class LaneModel:
@@ -47,7 +45,7 @@ class LaneModel:
     """
 
     def __init__(
-        self, parts: Mapping[PartyName, Part], source: "Source", invitation: StandingInvitation
+        self, parts: Mapping[PartyName, Part], source: ModelSource, invitation: StandingInvitation
     ) -> None:
         self._client_parts = parts
         self._source = source
@@ -72,7 +70,7 @@ class LaneModel:
         """Number of prefix positions before the tokens of each row."""
         return self._model.columns_before
 
-    def use(self, source: "Source") -> None:
+    def use(self, source: ModelSource) -> None:
         """Select one of the server's models, with the client's part of its adapter."""
         if source is not self._source:
             self._source = source
@@ -96,7 +94,7 @@ class LaneModel:
         """Close the lane; this is allowed even after an error."""
         self._connection.close()
 
-    def _attempt(self, compute: Callable[[], Result]) -> Result:
+    def _attempt(self, compute: Callable[[], _Result]) -> _Result:
         """Compute a batch; if the server has closed the lane, open a new lane and retry once."""
         try:
             return compute()
@@ -125,7 +123,7 @@ class LaneModel:
             self._connection = on_failure.pop_all()
 
 
-def explained(error: LaneError, invitation: StandingInvitation) -> CommandError:
+def explain_lane_error(error: LaneError, invitation: StandingInvitation) -> CommandError:
     """Explain an error of a lane to the user who holds the invitation."""
     refusal = error.refusal if isinstance(error, HandshakeError) else None
     expired = isinstance(error, LaneDeadlineError) or invitation.expires <= datetime.now(UTC)

@@ -11,15 +11,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from chambers.errors import CommandError, read_bytes
-from chambers.lane_model import LaneModel, explained
+from chambers.lane_model import LaneModel, explain_lane_error
+from chambers.model_source import NO_LIMIT, ModelSource
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
-from finetuning.adapters.adapter import State, attach_adapter, load_adapter
+from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
 from finetuning.model.base_model import load_base_model, outline
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.interface import TextModel
 from finetuning.model.locating import locate
-from finetuning.model.names import public_name
 from finetuning.model.positions import check_positions
 from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import ModelSettings
@@ -32,58 +32,10 @@ from split.protocol.errors import LaneError
 from split.protocol.standing_invitation import StandingInvitation
 
 _CLIENT_PARTS: tuple[PartyName, ...] = ("head", "tail")
-_NO_LIMIT = 2**31
 _FROM_PROMPT = 8  # number of tokens per draft
 
 
-@dataclass(frozen=True)
-class Source:
-    """A model whose weights have not been loaded yet."""
-
-    settings: ModelSettings
-    directory: Path  # contains the base model, or the client's parts
-    adapter: SavedAdapter | None = None  # None for the base model alone
-    invitation: StandingInvitation | None = None  # to the block server; None for a whole model
-    chosen: str = "base"  # name of the model at the server
-    client_adapter: State | None = None  # the adapter's part for the head and tail
-
-    @property
-    def columns_before(self) -> int:
-        """Number of prefix positions before the tokens of each row."""
-        return self.adapter.settings.columns_before if self.adapter else 0
-
-    @property
-    def description(self) -> str:
-        """A sentence that says what the model is, without paths of this machine."""
-        base = public_name(self.settings.name)
-        if self.adapter is None:
-            adapter = f"the adapter {self.chosen}" if self.chosen != "base" else "no adapter"
-        else:
-            run, name = find_run(self.adapter), self.adapter.directory.name
-            kind = "global" if name == "global" else f"personalised ({name})"
-            adapter = f"the adapter {name}"
-            if run:
-                adapter = f"the {kind} adapter of the run {run.directory.name}"
-        where = "; a block server computes its middle blocks" if self.invitation else ""
-        return f"{base} with {adapter}{where}."
-
-    @property
-    def bare(self) -> "Source":
-        """The same source without an adapter."""
-        return replace(self, adapter=None, chosen="base", client_adapter=None)
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of padded tokens in a batch, prefixes and answers included."""
-        return self.invitation.max_tokens if self.invitation else _NO_LIMIT
-
-    @property
-    def max_prompt_length(self) -> int:
-        """Maximum number of tokens in a prompt."""
-        return self.invitation.max_prompt_length if self.invitation else _NO_LIMIT
-
-
-def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
+def find_source(options: AdapterOptions, invitation_file: Path | None) -> ModelSource:
     """Find the model named by the options; raise ``UserError`` if its parts don't match.
 
     With an invitation to a block server, only the head and tail need to be on this machine.
@@ -96,13 +48,13 @@ def find(options: AdapterOptions, invitation_file: Path | None) -> Source:
     directory = locate(settings.name)
     if run is not None:
         refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
-    return Source(settings, directory, adapter)
+    return ModelSource(settings, directory, adapter)
 
 
 def read_invitation(file: Path) -> StandingInvitation:
     """Read an invitation; raise ``CommandError`` if it is unreadable, invalid or expired."""
     try:
-        found = StandingInvitation.model_validate_json(read_bytes(file))
+        invitation = StandingInvitation.model_validate_json(read_bytes(file))
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
@@ -110,16 +62,16 @@ def read_invitation(file: Path) -> StandingInvitation:
             f"{file} is not an invitation that `chambers serve` has written "
             f"({f'{where}: ' if where else ''}{problem['msg']}); ask for the file again"
         ) from None
-    if found.expires <= datetime.now(UTC):
+    if invitation.expires <= datetime.now(UTC):
         raise CommandError(
-            f"the invitation {file} expired on {found.expires:%Y-%m-%d at %H:%M} UTC; ask the "
+            f"the invitation {file} expired on {invitation.expires:%Y-%m-%d at %H:%M} UTC; ask the "
             "coordinator for a new one"
         )
-    return found
+    return invitation
 
 
 def check_length(
-    source: Source, longest: tuple[int, str], new_tokens: int, batch_tokens: int = _NO_LIMIT
+    source: ModelSource, longest: tuple[int, str], new_tokens: int, batch_tokens: int = NO_LIMIT
 ) -> None:
     """Check the length of the longest prompt before the model is loaded.
 
@@ -150,7 +102,7 @@ def check_length(
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[TextModel]:
+def load_source(source: ModelSource) -> Iterator[TextModel]:
     """Load the model, or load its head and tail and open a lane; raise ``UserError`` on failure."""
     invitation = source.invitation
     if invitation is None:
@@ -171,7 +123,7 @@ def opened(source: Source) -> Iterator[TextModel]:
             with suppress(LaneError):  # errors are unimportant: all texts have arrived
                 model.end()
     except LaneError as error:
-        raise explained(error, invitation) from error
+        raise explain_lane_error(error, invitation) from error
 
 
 @dataclass(frozen=True)
@@ -185,7 +137,7 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-def find_draft(name: str | None, tokenizer: Any, sources: Collection[Source]) -> Draft:
+def find_draft(name: str | None, tokenizer: Any, sources: Collection[ModelSource]) -> Draft:
     """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
 
     If one of the models, which have the same base, can't verify drafts, print that and return
@@ -217,7 +169,7 @@ def find_draft(name: str | None, tokenizer: Any, sources: Collection[Source]) ->
 
 def _find_ends(
     options: AdapterOptions, adapter: SavedAdapter | None, invitation: StandingInvitation
-) -> Source:
+) -> ModelSource:
     run = find_run(adapter)
     settings = options.settings(adapter, run, invitation.model)
     directory = locate_parts(settings.name, invitation.split, _CLIENT_PARTS)
@@ -234,7 +186,7 @@ def _find_ends(
         refuse_other_base(own, run.digests, f"that of {run.directory}")
     prefixes = adapter is not None and adapter.settings.kind == "prefix"
     check_exactness(directory, settings, partition, prefixes, generation=True)
-    bare = Source(settings, directory, invitation=invitation)
+    bare = ModelSource(settings, directory, invitation=invitation)
     if adapter is None:
         return bare
     parts = split_adapter(adapter, partition)
@@ -251,7 +203,7 @@ def _find_ends(
     return replace(bare, adapter=adapter, chosen=chosen, client_adapter=client_adapter)
 
 
-def _whole(source: Source) -> WholeModel:
+def _whole(source: ModelSource) -> WholeModel:
     try:
         base = load_base_model(source.settings)
         if source.adapter is None:

@@ -12,8 +12,6 @@ from chambers.errors import CommandError
 from chambers.site import host
 from chambers.sources import argument
 
-# Where the proxy serves the signed release to the SuperLink; in containers, at another address.
-HUB = os.environ.get("FLWR_SUPERGRID_API_URL", "http://127.0.0.1:8002")
 # In the log: the run's id, and the folder with its results.
 _RUN, _RESULTS = re.compile(r"started run (\d+)"), re.compile(r"Results: (/.*)")
 
@@ -82,7 +80,7 @@ class Stop:
     """
 
     run: Annotated[int | None, argument("[RUN_ID]")] = None
-    folder: Annotated[Path, host.FOLDER] = Path()
+    folder: Annotated[Path, host.FOLDER_OPTION] = Path()
 
     def __call__(self) -> int:
         """Stop the run; refuse if no run is in progress, or more than one."""
@@ -106,17 +104,17 @@ def _check_served(app: str) -> None:
     import httpx
     from pydantic import ValidationError
 
-    from chambers.site.release import Answer, app_of
+    from chambers.site.release import HubAnswer, app_of
 
     try:
         with httpx.Client(trust_env=False) as client:
-            answer = client.post(f"{HUB}/hub/fetch-fab").raise_for_status().content
-            url = Answer.model_validate_json(answer).fab_url
-            served = app_of(client.get(url).raise_for_status().content, HUB)
+            answer = client.post(f"{host.HUB}/hub/fetch-fab").raise_for_status().content
+            url = HubAnswer.model_validate_json(answer).fab_url
+            served = app_of(client.get(url).raise_for_status().content, host.HUB)
     except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
         raise CommandError(
-            f"the proxy serves no signed release at {HUB}: start the coordinator's programs, and "
-            "put the folder release, which chambers site sign writes, into its folder"
+            f"the proxy serves no signed release at {host.HUB}: start the coordinator's programs, "
+            "and put the folder release, which chambers site sign writes, into its folder"
         ) from error
     if served != app:
         raise CommandError(f"the proxy serves {served}, but {app} is installed here")

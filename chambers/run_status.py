@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from chambers.disk_space import ACCESS_LOG, DATABASE, MIN_FREE_GIB, free_gib, top_sender
-from chambers.errors import described
+from chambers.errors import describe_error
 from chambers.time_left import durations, time_left
 from federation.run_folder import (
     LOG,
@@ -31,7 +31,7 @@ CLIENT_COLUMNS = ("client", "rows", "tokens/s", "loss", "")
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunState:
     """The state of a run, read from its folder."""
 
     directory: Path
@@ -62,7 +62,7 @@ class Seen:
         return self.is_running and self.status.phase in ("training", "evaluation")
 
 
-def look(directory: Path, coordinator: Path | None = None) -> Seen:
+def read_run_state(directory: Path, coordinator: Path | None = None) -> RunState:
     """Read a run's folder and, if given, the proxy's log in the coordinator's folder.
 
     Raise ``OSError`` if a file can't be read, or ``ValueError`` if one is malformed.
@@ -74,7 +74,7 @@ def look(directory: Path, coordinator: Path | None = None) -> Seen:
     alive = is_running(directory)
     checkpoints = checkpoint_files(directory)
     disks = [directory, coordinator / DATABASE] if coordinator else [directory]
-    return Seen(
+    return RunState(
         directory=directory,
         config=config,
         status=read_status(directory),
@@ -96,67 +96,67 @@ def _or_unknown(describe: Callable[[Path], str], path: Path) -> str:
     try:
         return describe(path)
     except OSError as error:
-        return f"unknown: {described(error)}"
+        return f"unknown: {describe_error(error)}"
 
 
-def render(seen: Seen) -> RenderableType:
+def render_status(run: RunState) -> RenderableType:
     """Render the status as lines of text, followed by a table of the clients."""
     lines = Table.grid(padding=(0, 2))
-    for heading, text in facts(seen):
+    for heading, text in list_facts(run):
         lines.add_row(heading, printable(text))
     table = Table(*CLIENT_COLUMNS, box=None, padding=(0, 2, 0, 0))
-    for row in clients(seen):
+    for row in list_clients(run):
         table.add_row(*map(printable, row))
     return Group(lines, "", table) if table.row_count else lines
 
 
-def facts(seen: Seen) -> list[tuple[str, str]]:
+def list_facts(run: RunState) -> list[tuple[str, str]]:
     """Return the headings and texts of the status."""
     return [
-        ("Run", f"{seen.directory} ({seen.config['strategy']})"),
-        ("State", _state(seen)),
-        ("Time left", _time_left(seen)),
-        ("Evaluation", _evaluation(seen)),
-        ("Throughput", _throughput(seen)),
-        ("Checkpoint", _checkpoint(seen)),
-        ("Disk", seen.space),
-        *([("Log", str(seen.directory / LOG))] if (seen.directory / LOG).exists() else []),
-        *([("Proxy", seen.sender)] if seen.sender else []),
+        ("Run", f"{run.directory} ({run.config['strategy']})"),
+        ("State", _state(run)),
+        ("Time left", _time_left(run)),
+        ("Evaluation", _evaluation(run)),
+        ("Throughput", _throughput(run)),
+        ("Checkpoint", _checkpoint(run)),
+        ("Disk", run.space),
+        *([("Log", str(run.directory / LOG))] if (run.directory / LOG).exists() else []),
+        *([("Proxy", run.sender)] if run.sender else []),
     ]
 
 
-def _state(seen: Seen) -> str:
-    status = seen.status
-    if not seen.is_running:
-        ago = f"{duration(seen.now - status.updated)} ago"
+def _state(run: RunState) -> str:
+    status = run.status
+    if not run.is_running:
+        ago = f"{format_duration(run.now - status.updated)} ago"
         if status.phase == "completed":
             return f"completed {ago}"
         if status.phase == "failed":
             return f"failed {ago}: {status.problem}"
-        resume = f'; continue with resume = "{seen.directory}"' if seen.checkpoint else ""
+        resume = f'; continue with resume = "{run.directory}"' if run.checkpoint else ""
         return f"not running: its process was killed before the run ended{resume}"
-    if not seen.works:
+    if not run.works:
         return "running: loading the base model, or waiting for SuperNodes to register"
-    doing = f"running: {status.phase} of round {status.round} of {seen.config['rounds']}"
-    since = f"for {duration(seen.now - status.since)}"
+    doing = f"running: {status.phase} of round {status.round} of {run.config['rounds']}"
+    since = f"for {format_duration(run.now - status.since)}"
     answered = f"{len(status.replied)} of {len(status.asked)} clients have replied"
     limit = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.until))
     return f"{doing}, {since}; {answered}; replies are due by {limit}"
 
 
-def _time_left(seen: Seen) -> str:
-    if seen.seconds_left is not None:
-        return f"about {duration(seen.seconds_left)}"
-    if seen.works:
+def _time_left(run: RunState) -> str:
+    if run.seconds_left is not None:
+        return f"about {format_duration(run.seconds_left)}"
+    if run.works:
         return "unknown until the first round is over"
-    return "unknown" if seen.is_running else "-"
+    return "unknown" if run.is_running else "-"
 
 
-def _evaluation(seen: Seen) -> str:
+def _evaluation(run: RunState) -> str:
     """Return each model's mean held-out loss in the last evaluation, and the base model's."""
     losses: dict[str, dict[str, float]] = {}
     last = 0
-    for event in seen.events:
+    for event in run.events:
         if event["event"] == "evaluate" and event.get("loss") is not None:
             if event["model"] != "base" and event["round"] > last:
                 losses = {model: own for model, own in losses.items() if model == "base"}
@@ -168,37 +168,37 @@ def _evaluation(seen: Seen) -> str:
     return f"after round {last}: mean held-out loss {means}"
 
 
-def _throughput(seen: Seen) -> str:
+def _throughput(run: RunState) -> str:
     """Return the tokens per second of open lanes or, without lanes, of the last round."""
-    lanes, seconds = seen.status.lanes, seen.status.updated - seen.status.since
-    if seen.works and lanes and seconds > 0:
+    lanes, seconds = run.status.lanes, run.status.updated - run.status.since
+    if run.works and lanes and seconds > 0:
         steps, tokens = sum(lane.steps for lane in lanes), sum(lane.tokens for lane in lanes)
         rate = f"{tokens / seconds:,.0f} padded tokens/s, {steps / seconds:,.2f} steps/s"
-        return f"{rate} in round {seen.status.round}"
-    rounds = [event for event in seen.events if event["event"] == "round"]
+        return f"{rate} in round {run.status.round}"
+    rounds = [event for event in run.events if event["event"] == "round"]
     if not rounds:
         return "unknown"
     last = rounds[-1]["round"]
-    trained = [e for e in seen.events if e["event"] == "train" and e["round"] == last]
+    trained = [e for e in run.events if e["event"] == "train" and e["round"] == last]
     tokens, steps = (sum(event.get(key, 0) for event in trained) for key in ("tokens", "steps"))
     seconds = max(durations(rounds, "round").get(last, 0.0), 1e-3)
     rate = f"{tokens / seconds:,.0f} tokens/s, {steps / seconds:,.2f} steps/s"
-    return f"{rate} in round {last}, of {duration(seconds)}"
+    return f"{rate} in round {last}, of {format_duration(seconds)}"
 
 
-def _checkpoint(seen: Seen) -> str:
-    if seen.checkpoint is None:
+def _checkpoint(run: RunState) -> str:
+    if run.checkpoint is None:
         return "none yet"
-    age = duration(seen.now - seen.checkpoint.stat().st_mtime)
-    return f"after round {int(seen.checkpoint.stem.rpartition('-')[2])}, {age} ago"
+    age = format_duration(run.now - run.checkpoint.stat().st_mtime)
+    return f"after round {int(run.checkpoint.stem.rpartition('-')[2])}, {age} ago"
 
 
-def clients(seen: Seen) -> list[tuple[str, ...]]:
+def list_clients(run: RunState) -> list[tuple[str, ...]]:
     """Return each client's name, its last training results, and its state."""
-    status, doing = seen.status, dict[str, str]()
+    status, doing = run.status, dict[str, str]()
     reduced = set[str]()  # clients left out of the last round, or whose update was scaled
     last: dict[str, Event] = {}
-    for event in seen.events:
+    for event in run.events:
         if event["event"] == "train":
             last[event["client"]] = event
         if event["event"] == "scaled" and event["client"] in doing:
@@ -214,9 +214,9 @@ def clients(seen: Seen) -> list[tuple[str, ...]]:
         for out in event.get("left_out", []):
             doing[out["client"]] = f"OUT of round {event['round']}: {out['reason']}"
             reduced.add(out["client"])
-    if seen.works:
+    if run.works:
         before = {name: f"; {doing[name]}" for name in reduced}
-        lanes = {lane.client: _progress(lane, seen) for lane in status.lanes}
+        lanes = {lane.client: _progress(lane, run) for lane in status.lanes}
         for name in status.asked:
             works = lanes.get(name) or _without_progress(last.get(name, {}), status.phase)
             doing[name] = f"in {status.phase}{works}{before.get(name, '')}"
@@ -235,24 +235,24 @@ def clients(seen: Seen) -> list[tuple[str, ...]]:
     return rows
 
 
-def _progress(lane: LaneStatus, seen: Seen) -> str:
+def _progress(lane: LaneStatus, run: RunState) -> str:
     """Return a client's number of completed steps, and the estimated remaining time."""
     steps = f", {lane.steps} of {lane.planned} steps"
     if not lane.steps or lane.steps >= lane.planned:
         return steps
-    passed = seen.status.updated - seen.status.since
-    left = passed * lane.planned / lane.steps - (seen.now - seen.status.since)
-    return f"{steps}, about {duration(left)} left"
+    passed = run.status.updated - run.status.since
+    left = passed * lane.planned / lane.steps - (run.now - run.status.since)
+    return f"{steps}, about {format_duration(left)} left"
 
 
 def _without_progress(last: Event, phase: str) -> str:
     """Return how long a client last trained, to show while its current steps are unknown."""
     if phase != "training" or not last.get("seconds"):
         return ""
-    return f"; round {last['round']} took {duration(last['seconds'])}"
+    return f"; round {last['round']} took {format_duration(last['seconds'])}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration with its two largest units."""
     whole = max(0, round(seconds))
     if whole < 60:

@@ -14,14 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from chambers.run_status import Seen, duration, look, render
+from chambers.run_status import RunState, format_duration, read_run_state, render_status
 from federation.messages import MODELS
 from federation.run_folder import LOG, METRICS, Event
 from finetuning.errors import printable
 
 _COLOUR = re.compile(rb"\x1b\[\d+m")
 # Function that displays the state of a run; None before the run's folder exists.
-Show = Callable[[Seen | None], None]
+Show = Callable[[RunState | None], None]
 
 
 class RunLog:
@@ -68,10 +68,10 @@ def live_view(console: Console | None = None) -> Iterator[Show]:
     started = time.monotonic()
     console = console or Console(markup=False, emoji=False, highlight=False)
 
-    def show(seen: Seen | None) -> None:
-        passed = duration(time.monotonic() - started)
+    def show(run: RunState | None) -> None:
+        passed = format_duration(time.monotonic() - started)
         starting = f"starting Flower and loading the base model ({passed})"
-        live.update(starting if seen is None else render(seen), refresh=True)
+        live.update(starting if run is None else render_status(run), refresh=True)
 
     with Live(console=console, auto_refresh=False, transient=True) as live:
         show(None)
@@ -85,18 +85,18 @@ class Lines:
         self._printed: int | None = None
         print("starting Flower and loading the base model", file=sys.stderr)
 
-    def __call__(self, seen: Seen | None) -> None:
+    def __call__(self, run: RunState | None) -> None:
         """Print the lines that have been added since the last call."""
-        if seen is None or not seen.events:
+        if run is None or not run.events:
             return
-        lines = list(run_lines(seen.config, seen.events))
+        lines = list(run_lines(run.config, run.events))
         if self._printed is None:
-            print(f"results and {LOG}: {seen.directory}", flush=True)
+            print(f"results and {LOG}: {run.directory}", flush=True)
             # Skip the lines that were printed before the run was resumed.
-            self._printed = len(lines) if seen.config.get("resume") else 0
+            self._printed = len(lines) if run.config.get("resume") else 0
         new, self._printed = lines[self._printed :], len(lines)
-        if new and seen.seconds_left:
-            new[-1] += f"; about {duration(seen.seconds_left)} left"
+        if new and run.seconds_left:
+            new[-1] += f"; about {format_duration(run.seconds_left)} left"
         for line in new:
             print(line, flush=True)
 
@@ -109,7 +109,7 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     """
     ended = threading.Event()
 
-    def look_once() -> None:
+    def show_state() -> None:
         # The ServerApp may be writing to the folder, so the next attempt may succeed.
         with suppress(OSError, ValueError):
             if not link.is_dir():
@@ -119,11 +119,11 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
             # Until metrics are written, the run may still be refused, and its folder deleted.
             if (directory / METRICS).exists():
                 log.move_to(directory / LOG)
-            show(look(directory))
+            show(read_run_state(directory))
 
     def follow() -> None:
         while not ended.wait(2.0):
-            look_once()
+            show_state()
 
     thread = threading.Thread(target=follow, name="view", daemon=True)
     thread.start()
@@ -132,7 +132,7 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        look_once()
+        show_state()
 
 
 def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[str]:
@@ -171,8 +171,8 @@ def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[st
 
 
 def _line(what: str, event: Event, losses: str, left_out: str) -> str:
-    duration = f"{what} in {event.get('seconds', 0):.0f} s"
-    return "; ".join(filter(None, (duration, losses, left_out and f"left out: {left_out}")))
+    heading = f"{what} in {event.get('seconds', 0):.0f} s"
+    return "; ".join(filter(None, (heading, losses, left_out and f"left out: {left_out}")))
 
 
 def _reasons(event: Event) -> str:

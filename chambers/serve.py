@@ -7,13 +7,32 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ValidationError
 
 from chambers.errors import CommandError
-from chambers.sources import AdapterOptions, RunFolder, argument, count, option
+from chambers.sources import (
+    AdapterOptions,
+    RunFolder,
+    argument,
+    count,
+    find_run,
+    global_adapter,
+    option,
+    read_run,
+    refuse_other_base,
+    split_adapter,
+)
+from federation.names import is_name
+from finetuning.adapters.saved import read_adapter
+from finetuning.settings import AdapterSettings
+from split.address import is_unspecified
 from split.settings import SplitSettings
+
+if TYPE_CHECKING:
+    from chambers.serving import Served
+    from finetuning.adapters.adapter import State
 
 _MAX_DAYS = 3650
 
@@ -93,9 +112,7 @@ class Serve(AdapterOptions):
                 f"--valid-for {self.valid_for:g}: must be more than 0 and at most {_MAX_DAYS} days"
             )
         self.check_folders()
-        import logging
-
-        from chambers.serving import find, serving
+        from chambers.serving import serve_models
         from finetuning.devices import is_broken
 
         logging.basicConfig(
@@ -105,8 +122,8 @@ class Serve(AdapterOptions):
             datefmt="%H:%M:%S",
         )
         over = threading.Event()
-        served = find(self)
-        with serving(served, self.valid_for * 24 * 60 * 60) as (address, files):
+        served = self.find_models()
+        with serve_models(served, self.valid_for * 24 * 60 * 60) as (address, files):
             for name in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(name, lambda *_: over.set())
             for client, file in files.items():
@@ -132,20 +149,66 @@ class Serve(AdapterOptions):
             raise CommandError(f"{self.run} is not a run's folder: there is no such folder")
         super().check_folders()
 
-    def invited(self, run: RunFolder | None) -> list[str]:
-        """Return the names of the clients to invite; raise ``CommandError`` if there are none."""
+    def find_models(self) -> "Served":
+        """Find the models to serve; raise ``UserError`` if their parts don't match."""
+        from chambers.serving import Served
+        from finetuning.model.fingerprint import fingerprint
+        from split.model.exactness import check_exactness
+        from split.model.loading import locate_parts
+        from split.model.partition import partition_of
+
+        served_run = read_run(self.run) if self.run else None
+        shared = global_adapter(self.run) if self.run else self.adapter
+        adapter = read_adapter(shared) if shared else None
+        run = served_run or find_run(adapter)
+        split = self._split_settings(run.config if run else {})
+        clients = self._invited_clients(run)
+        settings = self.settings(adapter, run)
+        directory = locate_parts(settings.name, split, ("body",))
+        if run is not None:
+            refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
+        partition = partition_of(directory, split)
+        common = {} if adapter is None else {"global": split_adapter(adapter, partition)["body"]}
+        prefixes = adapter is not None and adapter.settings.kind == "prefix"
+        check_exactness(directory, settings, partition, prefixes, generation=True)
+        models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
+        if served_run is not None:
+            for client in {*clients} & {*served_run.clients}:
+                own_adapter = read_adapter(served_run.directory / "adapters" / "clients" / client)
+                models[client]["personalised"] = split_adapter(own_adapter, partition)["body"]
+        return Served(
+            settings=settings,
+            split=split,
+            partition=partition,
+            directory=directory,
+            adapter=adapter.settings if adapter else AdapterSettings(),
+            models=models,
+            folder=self.invitations,
+            max_prompt_length=self.max_prompt_length,
+        )
+
+    def _invited_clients(self, run: RunFolder | None) -> list[str]:
+        """Return the names of the clients to invite.
+
+        Raise ``CommandError`` if there are none, or one can't be a client's name.
+        """
         named = [name.strip() for name in self.clients.split(",") if name.strip()]
         clients = named or (run.clients if run else [])
         if not clients:
             raise CommandError("no clients to invite: add --clients NAME,NAME,…")
+        for name in clients:
+            if not is_name(name):
+                raise CommandError(
+                    f"--clients {name!r} can't be a client's name: use letters, digits and ' ._-'"
+                )
         return list(dict.fromkeys(clients))
 
-    def split(self, config: Mapping[str, Any]) -> SplitSettings:
+    def _split_settings(self, config: Mapping[str, Any]) -> SplitSettings:
         """Return the settings of the server; options that aren't given default to the run config.
 
         Raise ``CommandError`` if an option has an invalid value.
         """
-        if self.listen.rpartition(":")[0] in {"0.0.0.0", "[::]"} and not self.advertise:
+        if is_unspecified(self.listen) and not self.advertise:
             raise CommandError(
                 f"--advertise HOST:PORT is needed with --listen {self.listen}: clients can't "
                 "connect to that address"
@@ -158,9 +221,9 @@ class Serve(AdapterOptions):
             "advertise": self.advertise,
         }
         for name in ("head_blocks", "tail_blocks", "wire_dtype", "body_devices"):
-            given = getattr(self, name)
+            value = getattr(self, name)
             key = f"split.{name.replace('_', '-')}"
-            chosen[name] = config.get(key) if given is None else given
+            chosen[name] = config.get(key) if value is None else value
         try:
             return SplitSettings(**{name: v for name, v in chosen.items() if v is not None})
         except ValidationError as error:
@@ -186,4 +249,7 @@ class Stage:
         from split.server.stage import serve_stage
 
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
-        serve_stage(self.listen, self.key)
+        try:
+            serve_stage(self.listen, self.key)
+        except ValueError as error:
+            raise CommandError(f"--listen {self.listen}: {error}") from error

@@ -5,28 +5,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from chambers.errors import CommandError, described
-from chambers.sources import find_run, global_adapter, read_run, refuse_other_base, split_adapter
-from federation.names import is_name
+from chambers.errors import CommandError, describe_error
 from finetuning.adapters.adapter import State
-from finetuning.adapters.saved import read_adapter
 from finetuning.errors import BaseModelError
 from finetuning.files import write_secret
 from finetuning.model.fingerprint import PARTIES_SHARE, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import body_digest
-from split.model.exactness import check_exactness
-from split.model.loading import locate_parts, tensors_of
-from split.model.partition import Partition, partition_of
+from split.model.loading import tensors_of
+from split.model.partition import Partition
 from split.protocol.standing_invitation import StandingInvitation
 from split.server.body import load_body
 from split.server.model_server import ModelServer
 from split.settings import SplitSettings
-
-if TYPE_CHECKING:
-    from chambers.serve import Serve
 
 
 @dataclass(frozen=True)
@@ -44,46 +36,8 @@ class Served:
     max_prompt_length: int
 
 
-def find(options: "Serve") -> Served:
-    """Find the models named by the options; raise ``UserError`` if their parts don't match."""
-    served_run = read_run(options.run) if options.run else None
-    shared = global_adapter(options.run) if options.run else options.adapter
-    adapter = read_adapter(shared) if shared else None
-    run = served_run or find_run(adapter)
-    split = options.split(run.config if run else {})
-    clients = options.invited(run)
-    for name in clients:
-        if not is_name(name):
-            raise CommandError(
-                f"--clients {name!r} can't be a client's name: use letters, digits and ' ._-'"
-            )
-    settings = options.settings(adapter, run)
-    directory = locate_parts(settings.name, split, ("body",))
-    if run is not None:
-        refuse_other_base(fingerprint(directory), run.digests, f"that of {run.directory}")
-    partition = partition_of(directory, split)
-    common = {} if adapter is None else {"global": split_adapter(adapter, partition)["body"]}
-    prefixes = adapter is not None and adapter.settings.kind == "prefix"
-    check_exactness(directory, settings, partition, prefixes, generation=True)
-    models: dict[str, dict[str, State | None]] = {c: {"base": None, **common} for c in clients}
-    if served_run is not None:
-        for client in {*clients} & {*served_run.clients}:
-            own_adapter = read_adapter(served_run.directory / "adapters" / "clients" / client)
-            models[client]["personalised"] = split_adapter(own_adapter, partition)["body"]
-    return Served(
-        settings=settings,
-        split=split,
-        partition=partition,
-        directory=directory,
-        adapter=adapter.settings if adapter else AdapterSettings(),
-        models=models,
-        folder=options.invitations,
-        max_prompt_length=options.max_prompt_length,
-    )
-
-
 @contextmanager
-def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
+def serve_models(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Path]]]:
     """Load the body, listen, and write an invitation for each client.
 
     Invitations expire after ``lifetime`` seconds. Yield the address, and each client's file. Raise
@@ -120,8 +74,8 @@ def serving(served: Served, lifetime: float) -> Iterator[tuple[str, dict[str, Pa
 def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, Path]:
     """Write the invitations; return their files, keyed by client."""
     digests = fingerprint(served.directory)
-    theirs = tensors_of(served.directory, served.partition, ("head", "tail"))
-    needed = {name: digests[name] for name in {*PARTIES_SHARE, *theirs} if name in digests}
+    of_clients = tensors_of(served.directory, served.partition, ("head", "tail"))
+    needed = {name: digests[name] for name in {*PARTIES_SHARE, *of_clients} if name in digests}
     files = {}
     for client, models in served.models.items():
         invitation = server.invite(client, models, lifetime)
@@ -148,6 +102,6 @@ def _invite(server: ModelServer, served: Served, lifetime: float) -> dict[str, P
         try:
             write_secret(file, f"{content.model_dump_json(indent=1)}\n".encode())
         except OSError as error:
-            reason = described(error)
+            reason = describe_error(error)
             raise CommandError(f"the invitation {file} can't be written: {reason}") from error
     return files

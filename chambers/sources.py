@@ -30,7 +30,7 @@ def option(description: str, metavar: str | None = None) -> Any:
 
     In paths, ``~`` is expanded, since shells don't expand it after ``--option=``.
     """
-    return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expanded)
+    return typer.Option(help=description, metavar=metavar, show_default=False, callback=_expand)
 
 
 def count(description: str) -> Any:
@@ -38,22 +38,25 @@ def count(description: str) -> Any:
     return typer.Option(help=description, metavar="N", show_default=False, min=1)
 
 
-DRAFT_HELP = (
-    "How to draft tokens, which the model then verifies together to save round trips to a block "
-    'server: "prompt" copies passages of the text so far; an id or folder names a small model that '
-    "drafts, with the same tokenizer. Only batches of one prompt have drafts."
-)
-
-
 def argument(metavar: str) -> Any:
     """Declare a positional argument; ``~`` is expanded in paths, as in options."""
-    return typer.Argument(metavar=metavar, show_default=False, callback=_expanded)
+    return typer.Argument(metavar=metavar, show_default=False, callback=_expand)
 
 
-def _expanded(value: Any) -> Any:
+def _expand(value: Any) -> Any:
     if isinstance(value, list):
-        return [_expanded(item) for item in value]
+        return [_expand(item) for item in value]
     return value.expanduser() if isinstance(value, Path) else value
+
+
+DRAFT = option(
+    "How to draft tokens, which the model then verifies together to save round trips to a block "
+    'server: "prompt" copies passages of the text so far; an id or folder names a small model that '
+    "drafts, with the same tokenizer. Only batches of one prompt have drafts.",
+    "DRAFT",
+)
+BASE_MODEL = option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
+INVITATION = option("Invitation to a block server, which runs the middle blocks.", "FILE")
 
 
 def check_output(file: Path) -> None:
@@ -74,9 +77,7 @@ def check_output(file: Path) -> None:
 class BaseModelOptions:
     """Options of all commands that load a base model."""
 
-    model: Annotated[
-        str | None, option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")
-    ] = None
+    model: Annotated[str | None, BASE_MODEL] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"] | None,
         option(
@@ -187,8 +188,8 @@ def trained_on(adapter: SavedAdapter | None, run: RunFolder | None) -> Any:
     # Copied adapters have the run's settings in their cards.
     card = adapter.directory / "README.md" if adapter else Path()
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    found = re.search(r"^model\.quantization = '(\w+)'$", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^model\.quantization = '(\w+)'$", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def global_adapter(run: Path) -> Path:

@@ -65,25 +65,25 @@ class Status:
         from rich.console import Console
         from rich.live import Live
 
-        from chambers.run_status import look, render
+        from chambers.run_status import read_run_state, render_status
 
         console = Console(markup=False, emoji=False, highlight=False)
         if not console.is_terminal:
             console.width = 120
         try:
-            seen = look(directory, self.coordinator)
+            run = read_run_state(directory, self.coordinator)
             if self.watch and console.is_terminal:
-                with Live(render(seen), console=console, auto_refresh=False) as live:
-                    while seen.is_running:
+                with Live(render_status(run), console=console, auto_refresh=False) as live:
+                    while run.is_running:
                         time.sleep(2.0)
-                        seen = look(directory, self.coordinator)
-                        live.update(render(seen), refresh=True)
-                return seen.exit_status
-            console.print(render(seen))
-            while self.watch and seen.is_running:
+                        run = read_run_state(directory, self.coordinator)
+                        live.update(render_status(run), refresh=True)
+                return run.exit_status
+            console.print(render_status(run))
+            while self.watch and run.is_running:
                 time.sleep(30.0)  # less often, since output may go to a file
-                seen = look(directory, self.coordinator)
-                console.print("", render(seen))
-            return seen.exit_status
+                run = read_run_state(directory, self.coordinator)
+                console.print("", render_status(run))
+            return run.exit_status
         except (OSError, ValueError) as error:
             raise CommandError(f"{directory} can't be read: {error}") from error

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from chambers.errors import CommandError
-from chambers.run_status import CLIENT_COLUMNS, Seen, clients, facts, look
+from chambers.run_status import CLIENT_COLUMNS, RunState, list_clients, list_facts, read_run_state
 
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
     Path(__file__).with_name("status.html").read_text(encoding="utf-8")
@@ -49,16 +49,16 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     report = directory / "report.html"
 
     def rendered(whole: bool) -> str:
-        seen = look(directory, coordinator)
-        ended = [event["round"] for event in seen.events if event["event"] == "round"]
+        run = read_run_state(directory, coordinator)
+        ended = [event["round"] for event in run.events if event["event"] == "round"]
         return _PAGE.render(
             whole=whole,
             name=directory.name,
-            rounds=seen.config["rounds"],
+            rounds=run.config["rounds"],
             finished=max(ended, default=0),
-            facts=facts(seen),
+            facts=list_facts(run),
             columns=CLIENT_COLUMNS,
-            clients=clients(seen),
+            clients=list_clients(run),
         )
 
     def page(_: Request) -> Response:
@@ -75,7 +75,7 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
         return HTMLResponse(report.read_bytes())
 
     def metrics(_: Request) -> Response:
-        text = generate_latest(_metrics(look(directory)))
+        text = generate_latest(_metrics(read_run_state(directory)))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def unreadable(_: Request, error: Exception) -> Response:
@@ -94,18 +94,18 @@ def application(directory: Path, coordinator: Path | None) -> Starlette:
     )
 
 
-def _metrics(seen: Seen) -> CollectorRegistry:
+def _metrics(run: RunState) -> CollectorRegistry:
     """Return metrics of the run, and each client's: of its last round, or totals over its lanes."""
-    registry, status = CollectorRegistry(), seen.status
+    registry, status = CollectorRegistry(), run.status
     for name, description, value in (
-        ("active", "1 if a process is working on the run, else 0", seen.is_running),
+        ("active", "1 if a process is working on the run, else 0", run.is_running),
         ("failed", "1 if the run has failed, else 0", status.phase == "failed"),
         ("round", "Current round", status.round),
-        ("rounds", "Number of rounds", seen.config["rounds"]),
+        ("rounds", "Number of rounds", run.config["rounds"]),
         ("clients_asked", "Clients that were sent a message in this phase", len(status.asked)),
         ("clients_replied", "Clients that have replied in this phase", len(status.replied)),
         ("clients_left_out", "Clients that were left out in this phase", len(status.left_out)),
-        ("seconds_left", "Estimated remaining time", seen.seconds_left),
+        ("seconds_left", "Estimated remaining time", run.seconds_left),
     ):
         if value is not None:
             Gauge(f"chambers_{name}", description, registry=registry).set(value)
@@ -120,7 +120,7 @@ def _metrics(seen: Seen) -> CollectorRegistry:
     ):
         labels = ["client", "model"] if event == "evaluate" else ["client"]
         gauge = Gauge(f"chambers_{event}_{key}", description, labels, registry=registry)
-        for each in seen.events:
+        for each in run.events:
             if each["event"] == event and each.get(key) is not None:
                 own = gauge.labels(*(each[label] for label in labels))
                 own.inc(each[key]) if event == "lane" else own.set(each[key])

@@ -20,7 +20,7 @@ import psutil
 import tomli_w
 
 from chambers.actors import resources_of
-from chambers.environment import for_children, short_path
+from chambers.environment import make_child_environment, short_path
 from chambers.errors import END_SIGNALS, CommandError
 from federation.run_config import Scalar
 from federation.run_folder import LINK
@@ -75,7 +75,7 @@ def private_superlink(home: Path, simulated: bool = True) -> Iterator[SuperLink]
         f"--port={port}",
     ]
     with ExitStack() as stack:
-        environment = for_children(stack.enter_context(short_path(temporary))) | {
+        environment = make_child_environment(stack.enter_context(short_path(temporary))) | {
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -176,8 +176,8 @@ def _status(superlink: SuperLink, run: str, log: str) -> str:
         raise CommandError(
             f"the SuperLink doesn't report how the run ended: {listing.stderr.strip()[-2000:]}"
         )
-    found = json.loads(listing.stdout)["runs"][0]
-    status, details = str(found["status"]), str(found.get("status-details", ""))
+    run_status = json.loads(listing.stdout)["runs"][0]
+    status, details = str(run_status["status"]), str(run_status.get("status-details", ""))
     if status == COMPLETED:
         return status
     if status == "finished:stopped":

@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from chambers.errors import CommandError
-from chambers.models import Source, check_length, opened
+from chambers.model_source import ModelSource
+from chambers.models import check_length, load_source
 from finetuning.data.formats import DataError
 from finetuning.evaluation.bertscore import Encoder, bertscore
 from finetuning.model.interface import TextModel
@@ -23,9 +25,6 @@ from finetuning.tasks.scoring import (
 )
 from finetuning.tasks.tasks import TASKS
 
-if TYPE_CHECKING:
-    from chambers.evaluate import Evaluate
-
 # Keyed by task: the number of questions, the metrics of the most frequent answer, and each model's
 # metrics and duration in seconds.
 Scores = dict[str, dict[str, Any]]
@@ -34,9 +33,19 @@ Harness = tuple[Sequence[str], Any]
 _MAJORITY = "majority"
 
 
-def measure(
-    options: "Evaluate",
-    sources: Mapping[str, Source],
+@dataclass(frozen=True)
+class TaskLimits:
+    """Limits of a measurement."""
+
+    batch_tokens: int  # maximum number of padded tokens processed at once
+    prompt_tokens: int  # to which prompts of tasks with generated answers are truncated
+    new_tokens: int  # maximum number of tokens per answer
+    rows: int | None  # number of rows of each of lm-evaluation-harness' tasks; None for all
+
+
+def score_models(
+    limits: TaskLimits,
+    sources: Mapping[str, ModelSource],
     questions: Mapping[str, Sequence[Question]],
     encoder: Encoder | None,
     harness: Harness | None,
@@ -48,11 +57,11 @@ def measure(
     as soon as they are computed. Raise ``UserError`` if a question is too long, or a model can't be
     used.
     """
-    prepared = {name: _prepare(options, source, questions) for name, source in sources.items()}
+    prepared = {name: _prepare(limits, source, questions) for name, source in sources.items()}
     for model_name, source in sources.items():
         tokenizer, tasks = prepared[model_name]
-        with opened(source) as model:
-            max_tokens = min(options.batch_tokens, source.max_tokens)
+        with load_source(source) as model:
+            max_tokens = min(limits.batch_tokens, source.max_tokens)
             for name, tokenized in tasks.items():
                 task, own = tokenized.task, tokenized.questions
                 started = time.perf_counter()
@@ -61,7 +70,7 @@ def measure(
                     tokenizer=tokenizer,
                     prepared=tokenized,
                     max_tokens=max_tokens,
-                    new_tokens=options.max_new_tokens,
+                    new_tokens=limits.new_tokens,
                 )
                 seconds = time.perf_counter() - started
                 metrics = score_answers(task, own, answers)
@@ -74,19 +83,19 @@ def measure(
                     references = [question.answers[0] for question in own]
                     kept["bertscore"] = bertscore(answers.texts, references, encoder)
             if harness is not None:
-                for name, found in _harness_scores(
-                    options=options,
+                for name, own_scores in _harness_scores(
+                    limits=limits,
                     harness=harness,
                     model=model,
                     tokenizer=tokenizer,
                     source=source,
                 ).items():
-                    empty = {"questions": found["questions"], _MAJORITY: {}, "models": {}}
-                    scores.setdefault(name, empty)["models"][model_name] = found["metrics"]
+                    empty = {"questions": own_scores["questions"], _MAJORITY: {}, "models": {}}
+                    scores.setdefault(name, empty)["models"][model_name] = own_scores["metrics"]
 
 
 def _harness_scores(
-    options: "Evaluate", harness: Harness, model: TextModel, tokenizer: Any, source: Source
+    limits: TaskLimits, harness: Harness, model: TextModel, tokenizer: Any, source: ModelSource
 ) -> dict[str, dict[str, Any]]:
     from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
 
@@ -94,29 +103,29 @@ def _harness_scores(
     seen = HarnessModel(
         model=model,
         tokenizer=tokenizer,
-        max_tokens=min(options.batch_tokens, source.max_tokens),
+        max_tokens=min(limits.batch_tokens, source.max_tokens),
         max_length=min(
             max_positions(source.directory, tokenizer) - source.columns_before,
             source.max_prompt_length,
         ),
     )
     try:
-        return harness_scores(model=seen, names=names, manager=manager, limit=options.limit)
+        return harness_scores(model=seen, names=names, manager=manager, limit=limits.rows)
     except DataError as error:
-        raise CommandError(f"{error}; --batch-tokens is {options.batch_tokens}") from error
+        raise CommandError(f"{error}; --batch-tokens is {limits.batch_tokens}") from error
 
 
-def render(scores: Scores) -> None:
-    """Print a table of scores; multiply them by 100, except for tasks of the harness."""
+def print_scores(scores: Scores) -> None:
+    """Print a table of the scores; multiply them by 100, except for tasks of the harness."""
     models = list(next(iter(scores.values()))["models"])
     table = Table()
     for column in ("task", "questions", "metric", _MAJORITY, *models):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
     for name, of_task in scores.items():
-        found = [of_task[_MAJORITY], *of_task["models"].values()]
+        columns = [of_task[_MAJORITY], *of_task["models"].values()]
         metrics = [metric for metric in of_task["models"][models[0]] if metric != "seconds"]
         for metric in metrics:
-            values = (_shown(name, v[metric]) if metric in v else "" for v in found)
+            values = (_format(name, v[metric]) if metric in v else "" for v in columns)
             table.add_row(name, str(of_task["questions"] or ""), metric, *values)
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
@@ -124,19 +133,19 @@ def render(scores: Scores) -> None:
     console.print(table)
 
 
-def _shown(task: str, value: float) -> str:
+def _format(task: str, value: float) -> str:
     # Metrics of the harness may be outside 0..1.
     return f"{100 * value:.1f}" if task in TASKS else f"{value:.4f}"
 
 
 def _prepare(
-    options: "Evaluate", source: Source, questions: Mapping[str, Sequence[Question]]
+    limits: TaskLimits, source: ModelSource, questions: Mapping[str, Sequence[Question]]
 ) -> tuple[Any, dict[str, Prepared]]:
     """Tokenize the questions and check their lengths before weights are loaded."""
     tokenizer = load_tokenizer(source.directory)
     prepared = {
         name: prepare_questions(
-            tokenizer=tokenizer, task=TASKS[name], questions=own, prompt_length=options.max_length
+            tokenizer=tokenizer, task=TASKS[name], questions=own, prompt_length=limits.prompt_tokens
         )
         for name, own in questions.items()
     }
@@ -144,7 +153,7 @@ def _prepare(
         check_length(
             source=source,
             longest=tokenized.longest,
-            new_tokens=0 if tokenized.task.is_cloze else options.max_new_tokens,
-            batch_tokens=options.batch_tokens,
+            new_tokens=0 if tokenized.task.is_cloze else limits.new_tokens,
+            batch_tokens=limits.batch_tokens,
         )
     return tokenizer, prepared

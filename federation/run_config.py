@@ -28,6 +28,7 @@ from finetuning.settings import (
     Section,
     TrainSettings,
 )
+from split.address import is_unspecified
 from split.settings import SplitSettings
 
 Scalar = str | int | float | bool
@@ -245,8 +246,7 @@ class RunConfig(Section):
                 'split.average-every is for split.schedule = "hierarchical"; other schedules '
                 "average at the end of a round, and train.local-steps can make rounds shorter"
             )
-        host = self.split.listen.rpartition(":")[0]
-        if host in {"0.0.0.0", "[::]"} and not self.split.advertise:
+        if is_unspecified(self.split.listen) and not self.split.advertise:
             raise ValueError(
                 f'split.advertise is needed with split.listen = "{self.split.listen}": clients '
                 "can't connect to that address"

@@ -65,13 +65,13 @@ def _results(latest: Mapping[str, Mapping[str, Event]]) -> Table:
         scores = [own.get("rougeL") for own in models.values()] if scored else []
         table.add_row(
             client,
-            *(_bracketed(loss, loss == best) for loss in losses),
+            *(_bracket(loss, loss == best) for loss in losses),
             *("-" if score is None else f"{score:.3f}" for score in scores),
         )
     return table
 
 
-def _bracketed(loss: float | None, best: bool) -> str:
+def _bracket(loss: float | None, best: bool) -> str:
     if loss is None:
         return "-"
     return f"[{loss:.3f}]" if best else f"{loss:.3f} "

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from finetuning.settings import Section
+from split.address import parse_address
 
 
 class SplitSettings(Section):
@@ -140,9 +141,8 @@ class SplitSettings(Section):
     @field_validator("listen", "advertise")
     @classmethod
     def _is_address(cls, value: str, info: ValidationInfo) -> str:
-        host, _, port = value.rpartition(":")
-        if value and not (host and port.isdecimal() and int(port) < 2**16):
-            raise ValueError("must be an address and a port, like 127.0.0.1:8900 or [::1]:8900")
-        if info.field_name == "listen" and not value:
+        if value:
+            parse_address(value)
+        elif info.field_name == "listen":
             raise ValueError("must be an address and a port; 127.0.0.1:0 chooses a free port")
         return value

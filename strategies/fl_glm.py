@@ -18,7 +18,7 @@ from federation.run_folder import LaneStatus
 from finetuning.errors import printable
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
-from split.lane.transport import is_loopback
+from split.address import is_loopback
 from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness
 from split.model.loading import locate_parts, tensors_of

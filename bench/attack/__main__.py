@@ -41,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(1)
     directory, sizes = locate(arguments.model), Sizes()
     tokenizer = load_tokenizer(directory)
-    record = _described(arguments.model, directory, sizes) | {"covered": {}, "cells": []}
+    record = _describe(arguments.model, directory, sizes) | {"covered": {}, "cells": []}
     for number, data in enumerate(arguments.data):
         if data == GENERATED:
             texts = generated_texts(tokenizer, sizes)
@@ -60,7 +60,7 @@ def main() -> None:
     print(*tables(record), sep="\n")
 
 
-def _described(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
+def _describe(name: str, directory: Path, sizes: Sizes) -> dict[str, Any]:
     config = json.loads((directory / "config.json").read_text())
     return {
         "model": Path(name).name,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.attack.observed import Seen
+from bench.attack.observed import Observed
 from split.protocol.frames import WireType
 
 # What is measured: a decoder (linear or Transformer), the search through the public head, labels
@@ -40,7 +40,7 @@ class Cell:
     tail_blocks: int = 1
     wire: WireType = "bfloat16"  # data type of hidden states and gradients in transit
     noise: float = 0.0  # ``split.noise``
-    seen: Seen = "hidden states"  # input of the attack; "nothing" means random numbers
+    seen: Observed = "hidden states"  # input of the attack; "nothing" means random numbers
     tuned: bool = False  # whether the client's head has an adapter that the attacker lacks
     seed: int = 0  # seed of the attack and of the choice of texts, or of training
 

@@ -69,11 +69,11 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def read(self, seen: Sequence[Tensor]) -> list[Tensor]:
         """Return the most probable tokens of each text."""
-        found = []
+        texts = []
         for row in seen:
             logits = self(row[None], torch.zeros(1, len(row), dtype=torch.bool))
-            found.append(self.vocabulary[logits[0].argmax(-1)])
-        return found
+            texts.append(self.vocabulary[logits[0].argmax(-1)])
+        return texts
 
 
 def train_decoder(

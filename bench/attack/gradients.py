@@ -20,12 +20,12 @@ from split.protocol.frames import Padding
 _SHORTLIST = 64
 
 
-def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
+def client_gradient(tail: Part, tail_input: Tensor, batch: MicroBatch) -> Tensor:
     """Compute the gradient that a client sends for a text, as in `SplitModel.accumulate`.
 
-    ``given`` are the hidden states from the server, (1, tokens, hidden).
+    ``tail_input`` are the hidden states from the server, (1, tokens, hidden).
     """
-    middle = given.clone().requires_grad_()
+    middle = tail_input.clone().requires_grad_()
     add_target_gradient(
         head=tail.output_head,
         hidden=tail(middle, Padding("right", batch.lengths)),
@@ -37,11 +37,11 @@ def client_gradient(tail: Part, given: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def read_labels(
-    tail: Part, given: Tensor, gradient: Tensor, positions: Tensor, count: int
+    tail: Part, tail_input: Tensor, gradient: Tensor, positions: Tensor, count: int
 ) -> Tensor:
     """Return the last ``count`` labels of a text, (count,) int64.
 
-    ``given`` are the hidden states that the server sent to the tail, and ``gradient`` what it
+    ``tail_input`` are the hidden states that the server sent to the tail, and ``gradient`` what it
     received, (tokens, hidden) each. ``positions`` are the indices of the tokens before all targets,
     (targets,) int64. The output head of the public tail must be a matrix, without scaling or
     capping of logits.
@@ -49,8 +49,8 @@ def read_labels(
     tail.train(False)
     matrix = tail.model.get_output_embeddings().weight.detach().float()
     scale = 1 / len(positions)  # factor of each target's loss
-    middle = given[None].clone().requires_grad_()
-    output = tail(middle, Padding("right", torch.tensor([len(given)])))
+    middle = tail_input[None].clone().requires_grad_()
+    output = tail(middle, Padding("right", torch.tensor([len(tail_input)])))
     with torch.no_grad():
         chosen = output.detach()[:, positions]
         logits = tail.output_head(inputs_embeds=chosen, use_cache=False).logits[0]
@@ -59,7 +59,7 @@ def read_labels(
     # Gradient of the loss with respect to the tail's output, for the labels known so far.
     known = torch.zeros_like(output)
     last = positions[-count:].tolist()
-    jacobians = _jacobians(tail, given, last[0])
+    jacobians = _jacobians(tail, tail_input, last[0])
     labels: list[int] = []
     for position, row in zip(last[::-1], probable[-count:].flip(0), strict=True):
         known[0, position] = scale * row
@@ -72,16 +72,16 @@ def read_labels(
     return torch.tensor(labels[::-1])
 
 
-def _jacobians(tail: Part, given: Tensor, first: int) -> list[Tensor]:
+def _jacobians(tail: Part, tail_input: Tensor, first: int) -> list[Tensor]:
     """Return the Jacobian of each token's output with respect to its own input, from ``first`` on.
 
-    ``given`` is the tail's input, (tokens, hidden). A Jacobian is (output, input).
+    ``tail_input`` is the tail's input, (tokens, hidden). A Jacobian is (output, input).
     """
     kept = KeyValues(tail, Padding("left", torch.tensor([first])), first)
     with torch.no_grad():
-        kept.extend(given[None, :first])
+        kept.extend(tail_input[None, :first])
     jacobians = []
-    for token in torch.split(given[None, first:], 1, dim=1):
+    for token in torch.split(tail_input[None, first:], 1, dim=1):
         token.requires_grad_()
         output = kept.extend(token)
         directions = torch.eye(output.shape[-1])[:, None, None]

@@ -10,8 +10,8 @@ from torch import Tensor
 from bench.attack.cells import Cell
 from bench.attack.decoder import DecoderKind, train_decoder
 from bench.attack.gradients import client_gradient, read_labels
-from bench.attack.noisy_training import ADAPTER, train_with_noise
-from bench.attack.observed import as_encrypted, as_received, head_outputs
+from bench.attack.noisy_training import CLIENT_ADAPTER, train_with_noise
+from bench.attack.observed import compute_head_outputs, encrypt, transmit
 from bench.attack.public_head import PublicHead
 from bench.attack.texts import Texts
 from bench.job import FLOAT32
@@ -52,38 +52,38 @@ class Attacked:
             return self._scores(*self._labels(cell))
         count = self._sizes.searched if cell.attack == "search" else self._sizes.decoded
         rows = self._texts.attacked_rows(count, cell.seed)
-        outputs = head_outputs(
+        outputs = compute_head_outputs(
             self._head(cell.head_blocks, cell.seed if cell.tuned else None), rows
         )
         hidden = [row[self._texts.known :] for row in outputs]
         if cell.attack == "search":
             search = self._search(cell.head_blocks)
             most = _MAX_WITHOUT_ADAPTER if cell.tuned else self._sizes.max_candidates
-            received = as_received(hidden, cell.wire, cell.noise)
-            found = [search.read(row, cell.wire, cell.noise, most) for row in received]
+            received = transmit(hidden, cell.wire, cell.noise)
+            reconstructed = [search.read(row, cell.wire, cell.noise, most) for row in received]
         else:
-            found = self._decoded(cell, hidden, cell.attack)
-        return self._scores(found, [row[self._texts.known :] for row in rows])
+            reconstructed = self._decode(cell, hidden, cell.attack)
+        return self._scores(reconstructed, [row[self._texts.known :] for row in rows])
 
-    def _decoded(self, cell: Cell, hidden: Sequence[Tensor], kind: DecoderKind) -> list[Tensor]:
+    def _decode(self, cell: Cell, hidden: Sequence[Tensor], kind: DecoderKind) -> list[Tensor]:
         """Train a decoder on the colluding client, and reconstruct the attacked texts with it."""
-        given = self._colluding(cell.head_blocks)
-        both = [*given, *hidden]
+        colluding = self._colluding(cell.head_blocks)
+        both = [*colluding, *hidden]
         if cell.seen == "encrypted records":
-            seen = as_encrypted(both, cell.wire)
+            seen = encrypt(both, cell.wire)
         elif cell.seen == "nothing":
             generator = torch.Generator().manual_seed(cell.seed)
             seen = [torch.randn(row.shape, generator=generator) for row in both]
         else:
-            seen = as_received(both, cell.wire, cell.noise)
+            seen = transmit(both, cell.wire, cell.noise)
         texts = [row[self._texts.known_of_colluding :] for row in self._texts.training_rows()]
-        decoder = train_decoder(seen[: len(given)], texts, kind, cell.seed)
-        return decoder.read(seen[len(given) :])
+        decoder = train_decoder(seen[: len(colluding)], texts, kind, cell.seed)
+        return decoder.read(seen[len(colluding) :])
 
     def _colluding_outputs(self, head_blocks: int) -> list[Tensor]:
         """Compute the colluding client's hidden states, after its texts' common beginning."""
         # The colluding client's head lacks the attacked client's adapter.
-        outputs = head_outputs(self._head(head_blocks, None), self._texts.training_rows())
+        outputs = compute_head_outputs(self._head(head_blocks, None), self._texts.training_rows())
         return [row[self._texts.known_of_colluding :] for row in outputs]
 
     def _labels(self, cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
@@ -92,32 +92,36 @@ class Attacked:
         Each training step has one text.
         """
         parts = self._load(cell.head_blocks, cell.tail_blocks, ("head", "body", "tail"))
-        found, labels = [], []
+        reconstructed, labels = [], []
         for example in self._texts.choose(self._sizes.labelled, cell.seed):
             batch = collate([example], self._texts.padding)
             padding = Padding("right", batch.lengths)
-            outputs = head_outputs(parts["head"], [batch.tokens[0]])
-            (sent,) = as_received(outputs, cell.wire, cell.noise)
+            outputs = compute_head_outputs(parts["head"], [batch.tokens[0]])
+            (sent,) = transmit(outputs, cell.wire, cell.noise)
             with torch.no_grad():
-                (given,) = as_received([parts["body"](sent[None], padding)[0]], cell.wire)
-            gradients = client_gradient(parts["tail"], given[None], batch)
-            (gradient,) = as_received([gradients[0]], cell.wire)
+                (tail_input,) = transmit([parts["body"](sent[None], padding)[0]], cell.wire)
+            gradients = client_gradient(parts["tail"], tail_input[None], batch)
+            (gradient,) = transmit([gradients[0]], cell.wire)
             count, tail = min(self._sizes.labels, len(batch.labels)), parts["tail"]
             read = read_labels(
-                tail=tail, given=given, gradient=gradient, positions=batch.positions, count=count
+                tail=tail,
+                tail_input=tail_input,
+                gradient=gradient,
+                positions=batch.positions,
+                count=count,
             )
-            found.append(read)
+            reconstructed.append(read)
             labels.append(batch.labels[-count:])
-        return found, labels
+        return reconstructed, labels
 
-    def _scores(self, found: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
+    def _scores(self, reconstructed: Sequence[Tensor], texts: Sequence[Tensor]) -> dict[str, float]:
         """Compare reconstructed texts with the originals.
 
         ``attacked`` is the number of attacked tokens; ``tokens`` is the share read correctly.
         """
         decode = self._texts.text_of
-        scores = score([decode(row) for row in found], [decode(row) for row in texts])
-        equal = torch.cat(list(found)) == torch.cat(list(texts))
+        scores = score([decode(row) for row in reconstructed], [decode(row) for row in texts])
+        equal = torch.cat(list(reconstructed)) == torch.cat(list(texts))
         tokens = {"tokens": float(equal.float().mean()), "attacked": len(equal)}
         return {name: scores[name] for name in _SCORES} | tokens
 
@@ -135,7 +139,7 @@ class Attacked:
         """Load a head; add the adapter that was trained with the seed ``trained``, if given."""
         head = self._load(head_blocks, 1, ("head",))["head"]
         if trained is not None:
-            head.attach(ADAPTER)
+            head.attach(CLIENT_ADAPTER)
             adapter = take_apart(self._trained(0.0, trained)[1], head.partition)
             load_state(head.trainable(), adapter["head"])
         return head

@@ -9,7 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.attack.texts import Texts
-from bench.job import LIFETIME, Course, Job, Shape, join, load_body, load_ends, open_model, serving
+from bench.job import (
+    LIFETIME,
+    Course,
+    Shape,
+    TrainingJob,
+    join_round,
+    load_client_parts,
+    load_server_part,
+    open_model,
+    start_block_server,
+)
 from finetuning.adapters.adapter import State
 from finetuning.evaluation.held_out import held_out_loss
 from finetuning.settings import AdapterSettings
@@ -22,7 +32,7 @@ from split.settings import SplitSettings
 _CLIENT = "attacked"
 _ROWS = 4
 _LEARNING_RATE = 1e-3
-ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
+CLIENT_ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="")
 
 
 def train_with_noise(
@@ -38,16 +48,16 @@ def train_with_noise(
     steps, held_out = texts.sizes.steps, texts.attacked[: texts.sizes.measured]
     training = random.Random(seed).sample(texts.own, len(texts.own))
     columns = max(len(example.tokens) for example in (*training, *held_out))
-    job = Job(
+    job = TrainingJob(
         directory=directory,
         shape=Shape(rows=_ROWS, columns=columns, micro_batches=1),  # other fields are unused
         steps=steps,
         examples=lambda _: training,
-        adapter=ADAPTER,
+        adapter=CLIENT_ADAPTER,
         learning_rate=_LEARNING_RATE,
         seed=seed,
     )
-    body, ends = load_body(job, split), load_ends(job, split)
+    body, ends = load_server_part(job, split), load_client_parts(job, split)
     initial = take_apart(job.state(), body.partition)
 
     @contextmanager
@@ -56,7 +66,7 @@ def train_with_noise(
             yield model
             model.end()
 
-    with serving(body=body, job=job, split=split, clients=1) as server:
+    with start_block_server(body=body, job=job, split=split, clients=1) as server:
 
         def loss(round_number: int, parts: dict[PartyName, State]) -> float:
             models = {"measured": parts["body"]}
@@ -69,7 +79,7 @@ def train_with_noise(
         server.finish_lanes()
         server.begin_round({_CLIENT: len(training)}, seed)
         with lane(server.invite_to_train(_CLIENT, 1, seed, LIFETIME)) as model:
-            join(model, job)
+            join_round(model, job)
             Course(job, model, model.parameters, texts.padding).train(steps)
             own = {name: value.detach().clone() for name, value in model.parameters.items()}
         server.finish_lanes()

@@ -18,24 +18,24 @@ from split.protocol.frames import Frame, Kind, Limits, Padding, WireType
 from split.protocol.payload import Outgoing, describe
 from split.protocol.records import HEADER_BYTES, TAG_BYTES, Opener, Sealer
 
-Seen = Literal["hidden states", "encrypted records", "nothing"]
+Observed = Literal["hidden states", "encrypted records", "nothing"]
 _ROWS_AT_ONCE = 16
 
 
 @torch.no_grad()
-def head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
+def compute_head_outputs(head: Part, rows: Sequence[Tensor]) -> list[Tensor]:
     """Compute a head's hidden states, (tokens, hidden) of each row of tokens."""
     head.train(False)
-    found = []
+    outputs = []
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         group = rows[first : first + _ROWS_AT_ONCE]
         lengths = torch.tensor([len(row) for row in group])
         hidden = head(pad_sequence(list(group), batch_first=True), Padding("right", lengths))
-        found += [row[:length] for row, length in zip(hidden, lengths, strict=True)]
-    return found
+        outputs += [row[:length] for row, length in zip(hidden, lengths, strict=True)]
+    return outputs
 
 
-def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
+def transmit(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) -> list[Tensor]:
     """Return hidden states as the server decrypts them; noise is added before sending."""
     received = []
     for tokens in hidden:
@@ -44,13 +44,13 @@ def as_received(hidden: Sequence[Tensor], wire: WireType, noise: float = 0.0) ->
         key = os.urandom(32)
         opener = Opener(key, limits)
         for record in _seal(frame, limits, key):
-            opened = opener.open(record)
-        assert opened is not None  # the last record completes the frame
-        received.append(opened.tensors["hidden"][0].float())
+            complete = opener.open(record)
+        assert complete is not None  # the last record completes the frame
+        received.append(complete.tensors["hidden"][0].float())
     return received
 
 
-def as_encrypted(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
+def encrypt(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
     """Return the encrypted bytes of each text as numbers in -1..1, (tokens, bytes of a token).
 
     A peer on the network can locate a token's bytes, because the format determines their place in a

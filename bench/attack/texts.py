@@ -70,8 +70,8 @@ def generated_texts(tokenizer: Any, sizes: Sizes) -> Texts:
     """Generate the demonstration's texts: the court colludes, the consultancy is attacked."""
 
     def rows(style: str, split: Any) -> list[Row]:
-        found = examples(style, sizes.texts, 0, split)
-        return [Row(parse_messages(row), style, row) for row in found]
+        generated = examples(style, sizes.texts, 0, split)
+        return [Row(parse_messages(row), style, row) for row in generated]
 
     parts = (rows(_COLLUDING, "train"), rows(_ATTACKED, "test"), rows(_ATTACKED, "train"))
     return Texts(name=GENERATED, tokenizer=tokenizer, sizes=sizes, parts=parts)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-LOWEST = -9999.0  # log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity
+# Log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity.
+MIN_LOG_PROBABILITY = -9999.0
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,12 @@ class _Row:
             self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         start = max(0, self._emitted - self._withheld)
-        found = [i for stop in self.request.stop if (i := text.find(stop, start)) >= 0]
+        stops = [i for stop in self.request.stop if (i := text.find(stop, start)) >= 0]
         reason = "length" if self.count == self.request.max_tokens else None
-        if ended or found:
+        if ended or stops:
             reason = "stop"
-        if found:
-            text = text[: min(found)]
+        if stops:
+            text = text[: min(stops)]
         elif reason is None:
             # U+FFFD stands for the bytes of an incomplete character.
             text = text[: max(0, len(text) - self._withheld)].rstrip("\ufffd")
@@ -131,7 +132,7 @@ class _Row:
         self.over = reason is not None
         if self.request.likeliest is not None and shown:
             row = logits.float().log_softmax(-1)
-            row = row.clamp_min(LOWEST)
+            row = row.clamp_min(MIN_LOG_PROBABILITY)
             values, tokens = row.topk(min(self.request.likeliest, len(row)))
             likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
             piece = replace(piece, log_probability=float(row[token]), likeliest=likeliest)

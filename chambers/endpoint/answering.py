@@ -14,11 +14,12 @@ from typing import Any, Self
 import torch
 from llguidance.hf import from_tokenizer
 
-from chambers.endpoint.answer_stream import LOWEST, AnswerStream, Piece, Request
+from chambers.endpoint.answer_stream import MIN_LOG_PROBABILITY, AnswerStream, Piece, Request
 from chambers.endpoint.json_answers import Constraint
 from chambers.errors import CommandError
-from chambers.lane_model import LaneModel, explained
-from chambers.models import NO_DRAFT, Draft, Source, opened
+from chambers.lane_model import LaneModel, explain_lane_error
+from chambers.model_source import ModelSource
+from chambers.models import NO_DRAFT, Draft, load_source
 from finetuning.adapters.adapter import load_adapter
 from finetuning.data.candidates import Continuation, candidate_batches
 from finetuning.data.tokenization import end_marks
@@ -40,7 +41,7 @@ class BusyError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class AnswerLimits:
     """Limits of an endpoint."""
 
     batch_size: int  # number of requests that are answered together
@@ -58,7 +59,9 @@ class Answerer:
     adapters differ in kind, rank, scale or targets.
     """
 
-    def __init__(self, sources: Mapping[str, Source], tokenizer: Any, limits: Limits) -> None:
+    def __init__(
+        self, sources: Mapping[str, ModelSource], tokenizer: Any, limits: AnswerLimits
+    ) -> None:
         self.sources = sources
         self.tokenizer = tokenizer
         self.limits = limits
@@ -134,7 +137,7 @@ class Answerer:
     def _open(self) -> None:
         # Prefer a source with an adapter, so that the adapter's modules exist.
         source = max(self.sources.values(), key=lambda source: source.adapter is not None)
-        self._model = self._resources.enter_context(opened(source))
+        self._model = self._resources.enter_context(load_source(source))
 
     def _work(self) -> None:
         while batch := self._take():
@@ -146,7 +149,7 @@ class Answerer:
                 # Omit the error's text, which may quote a prompt.
                 _log.warning("a batch failed: %s", type(error).__name__)
                 for request in batch:
-                    request.emit(self._described(error, batch[0]))
+                    request.emit(self._describe(error, batch[0]))
                 if isinstance(self._model, LaneModel):  # open another lane for the next batch
                     self._close()
                 elif is_broken():
@@ -158,11 +161,11 @@ class Answerer:
         with suppress(UserError, LaneError, OSError):  # the lane has failed already
             resources.close()
 
-    def _described(self, error: Exception, request: Request) -> Exception:
+    def _describe(self, error: Exception, request: Request) -> Exception:
         """Convert lane and out-of-memory errors to messages for users."""
         invitation = self.sources[request.model].invitation
         if isinstance(error, LaneError) and invitation is not None:
-            return explained(error, invitation)
+            return explain_lane_error(error, invitation)
         if isinstance(error, torch.OutOfMemoryError):
             return CommandError(memory_problem(error, "lower --batch-size or --max-new-tokens"))
         return error
@@ -221,8 +224,8 @@ class Answerer:
         ):
             compute = partial(likeliest_tokens, count=max(1, request.likeliest))
             values, tokens, best = self._model.log_probabilities(batch, compute)
-            best = best.clamp_min(LOWEST).tolist()
-            for index, value in enumerate(values.clamp_min(LOWEST).tolist()):
+            best = best.clamp_min(MIN_LOG_PROBABILITY).tolist()
+            for index, value in enumerate(values.clamp_min(MIN_LOG_PROBABILITY).tolist()):
                 pairs = tuple(zip(tokens[index].tolist(), best[index], strict=True))
                 pairs = pairs[: request.likeliest]
                 request.emit(Piece("", rest[index], value, pairs, of_prompt=True))
@@ -250,7 +253,7 @@ class Answerer:
             **(self.limits.draft.settings if len(batch) == 1 and not constraints else {}),
         )
 
-    def _select(self, source: Source, selected: ExitStack) -> None:
+    def _select(self, source: ModelSource, selected: ExitStack) -> None:
         """Select the source's adapter; if it has none, disable adapters within the context."""
         if isinstance(self._model, LaneModel):
             self._model.use(source)

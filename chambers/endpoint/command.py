@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from chambers.errors import CommandError, read_bytes
-from chambers.sources import DRAFT_HELP, BaseModelOptions, argument, count, option
+from chambers.sources import DRAFT, INVITATION, BaseModelOptions, argument, count, option
+from split.address import parse_address
 
 if TYPE_CHECKING:
     from chambers.endpoint.answering import Answerer
-    from chambers.models import Source
+    from chambers.model_source import ModelSource
 
 _BASE = "base"
 _MIN_KEY_LENGTH = 16
@@ -25,10 +26,8 @@ class ModelsOptions(BaseModelOptions):
     """Options of commands that answer with any of several models."""
 
     adapters: Annotated[list[Path] | None, argument("[ADAPTER]…")] = None
-    invitation: Annotated[
-        Path | None, option("Invitation to a block server, which runs the middle blocks.", "FILE")
-    ] = None
-    draft: Annotated[str | None, option(DRAFT_HELP, "DRAFT")] = None
+    invitation: Annotated[Path | None, INVITATION] = None
+    draft: Annotated[str | None, DRAFT] = None
     max_prompt_length: Annotated[
         int, count("Maximum length of a prompt in tokens; default 4096.")
     ] = 4096
@@ -42,30 +41,30 @@ class ModelsOptions(BaseModelOptions):
             self.with_adapter(folder, self.model)
 
     def answerer(self, batch_size: int, queue: int) -> "Answerer":
-        """Return the answerer of requests for the models; see `Limits`."""
-        from chambers.endpoint.answering import Answerer, Limits
+        """Return the answerer of requests for the models; see `AnswerLimits`."""
+        from chambers.endpoint.answering import Answerer, AnswerLimits
         from chambers.models import find_draft
         from finetuning.model.tokenizer import load_tokenizer
 
         sources = self.sources()
         tokenizer = load_tokenizer(next(iter(sources.values())).directory)
         draft = find_draft(self.draft, tokenizer, sources.values())
-        limits = Limits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
+        limits = AnswerLimits(batch_size, queue, self.max_prompt_length, self.max_new_tokens, draft)
         return Answerer(sources, tokenizer, limits)
 
-    def sources(self) -> "dict[str, Source]":
+    def sources(self) -> "dict[str, ModelSource]":
         """Return the models, keyed by name; raise ``UserError`` if their parts don't match."""
-        from chambers.models import find
+        from chambers.models import find_source
 
-        sources: dict[str, Source] = {}
+        sources: dict[str, ModelSource] = {}
         for folder in self.adapters or []:
             name = folder.resolve().name
             if name in {*sources, _BASE}:
                 raise CommandError(f"two models are named {name}; rename {folder}")
-            sources[name] = find(self.with_adapter(folder, self.model), self.invitation)
+            sources[name] = find_source(self.with_adapter(folder, self.model), self.invitation)
         first = next(iter(sources.values()), None)
         options = self.with_adapter(None, self.model)
-        sources[_BASE] = first.bare if first else find(options, self.invitation)
+        sources[_BASE] = first.bare if first else find_source(options, self.invitation)
         return sources
 
 
@@ -150,16 +149,15 @@ class Api(ModelsOptions):
         return key
 
     def _listen(self, key: str | None) -> socket.socket:
-        host, _, port = self.listen.rpartition(":")
         try:
-            address = ipaddress.ip_address(host.strip("[]"))
-            number = int(port)
+            host, port = parse_address(self.listen)
+            address = ipaddress.ip_address(host)
         except ValueError as error:
             raise CommandError(f"--listen {self.listen}: must be IP_ADDRESS:PORT") from error
         if key is None and not address.is_loopback:
             raise CommandError(f"--listen {self.listen}: not a loopback address, so add --key-file")
         family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         try:
-            return socket.create_server((str(address), number), family=family)
-        except (OSError, OverflowError) as error:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
             raise CommandError(f"--listen {self.listen}: {error}") from error

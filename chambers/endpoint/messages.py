@@ -28,10 +28,10 @@ _UNUSED = {
 }
 
 
-def _supported(value: Any) -> Any:
+def _drop_unused(value: Any) -> Any:
     """Leave out parameters without an effect; raise an error for those that aren't supported."""
-    given = value.items() if isinstance(value, dict) else ()
-    kept = {name: each for name, each in given if each is not None and name not in _UNUSED}
+    items = value.items() if isinstance(value, dict) else ()
+    kept = {name: each for name, each in items if each is not None and name not in _UNUSED}
     for name in kept.keys() & _UNSUPPORTED:
         if kept.pop(name) not in _UNSUPPORTED[name]:
             reason = f"'{name}' is not supported by this endpoint; leave it out"
@@ -41,7 +41,7 @@ def _supported(value: Any) -> Any:
     return kept
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """Put a single text, or a single list of tokens, into a list."""
     is_one = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
     return [value] if is_one else value
@@ -118,15 +118,15 @@ class Parameters(BaseModel):
     top_p: float = Field(1.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-_LARGEST_SEED, le=_LARGEST_SEED)
     # Each is searched for after every token.
-    stop: Annotated[list[str], BeforeValidator(_listed), Field(max_length=4)] = []
+    stop: Annotated[list[str], BeforeValidator(_as_list), Field(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
 
-    _supported = model_validator(mode="before")(_supported)
+    _drop_unused = model_validator(mode="before")(_drop_unused)
 
 
-class Chat(Parameters):
+class ChatRequest(Parameters):
     """A request for the next message of a conversation."""
 
     messages: list[Turn] = Field(min_length=1)
@@ -139,12 +139,12 @@ class Chat(Parameters):
         return self.top_logprobs if self.logprobs else None
 
 
-class Completion(Parameters):
+class CompletionRequest(Parameters):
     """A request for the continuation of each of several texts, or lists of tokens."""
 
     prompt: Annotated[
         list[str | list[Annotated[int, Field(ge=0)]]],
-        BeforeValidator(_listed),
+        BeforeValidator(_as_list),
         Field(min_length=1),
     ]
     max_tokens: int | None = Field(None, ge=0)

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from chambers.endpoint.answer_stream import Piece, Request
 from chambers.endpoint.answering import Answerer, BusyError
 from chambers.endpoint.json_answers import grammar_of
-from chambers.endpoint.messages import Chat, ChatReply, Completion, CompletionReply
+from chambers.endpoint.messages import ChatReply, ChatRequest, CompletionReply, CompletionRequest
 from chambers.endpoint.refusals import ApiError, refusal_of
 from chambers.errors import CommandError
 from finetuning.data.prompts import chat_prompt
@@ -114,24 +114,24 @@ class _Endpoint:
     async def models(self, http: HttpRequest) -> Response:
         """List the models."""
         self._authenticate(http)
-        data = [self._described(name) for name in self.answerer.sources]
+        data = [self._describe(name) for name in self.answerer.sources]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, http: HttpRequest) -> Response:
         """Describe a model."""
         self._authenticate(http)
-        return JSONResponse(self._described(self._known(http.path_params["name"])))
+        return JSONResponse(self._describe(self._known(http.path_params["name"])))
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        wanted = await self._read(http, Chat)
+        wanted = await self._read(http, ChatRequest)
         turns = [turn.in_template for turn in wanted.messages]
         prompts = [partial(chat_prompt, turns, self.answerer.tokenizer)]
         return await self._respond(http, wanted, "messages", prompts, ChatReply)
 
     async def completion(self, http: HttpRequest) -> Response:
         """Continue texts."""
-        wanted = await self._read(http, Completion)
+        wanted = await self._read(http, CompletionRequest)
         prompts = [partial(self._tokens, prompt) for prompt in wanted.prompt]
         return await self._respond(http, wanted, "prompt", prompts, CompletionReply)
 
@@ -148,7 +148,7 @@ class _Endpoint:
             raise CommandError(f"{max(ids)} is not a token: there are {len(tokenizer)}")
         return torch.tensor(ids, dtype=torch.int64)
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _describe(self, name: str) -> dict[str, Any]:
         about = {"object": "model", "created": self.started, "owned_by": "chambers"}
         return {"id": name, **about, "description": self.answerer.sources[name].description}
 
@@ -156,9 +156,9 @@ class _Endpoint:
         # Prevent DNS rebinding, with which a web page could send requests.
         if self.key is None and not _is_loopback(http.headers.get("host", "")):
             raise ApiError(400, "without a key, the Host header must name this machine")
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else ""
-        if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+        scheme, _, credentials = http.headers.get("authorization", "").partition(" ")
+        sent = credentials.strip() if scheme.lower() == "bearer" else ""
+        if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
             raise ApiError(401, "the API key is missing or wrong", "authentication_error")
 
     def _known(self, name: str) -> str:
@@ -227,19 +227,22 @@ class _Endpoint:
             raise ApiError(400, problem, parameter=parameter)
         pieces = _Pieces(asyncio.get_running_loop(), len(prompts))
         try:
-            given = [await asyncio.to_thread(prompt) for prompt in prompts]
+            tokens_of_prompts = [await asyncio.to_thread(prompt) for prompt in prompts]
             schema = wanted.response_format.schema_of_answer
             grammar = "" if schema is None else grammar_of(schema)
             requests = [
                 self._request(wanted, index, tokens, grammar, partial(pieces.emit, index))
-                for index, tokens in enumerate(given)
+                for index, tokens in enumerate(tokens_of_prompts)
             ]
             self.answerer.submit(*requests)
         except UserError as error:
             raise ApiError(400, str(error), parameter=parameter) from error
         except BusyError as error:
             raise ApiError(429, str(error), "rate_limit_error") from error
-        pieces.prompt_tokens, pieces.requests = [len(tokens) for tokens in given], requests
+        pieces.prompt_tokens, pieces.requests = (
+            [len(tokens) for tokens in tokens_of_prompts],
+            requests,
+        )
         return pieces
 
     def _request(
@@ -251,7 +254,9 @@ class _Endpoint:
         emit: Callable[[Piece | Exception], None],
     ) -> Request:
         limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
-        echo = wanted.prompt[index] if isinstance(wanted, Completion) and wanted.echo else None
+        echo = (
+            wanted.prompt[index] if isinstance(wanted, CompletionRequest) and wanted.echo else None
+        )
         return Request(
             model=wanted.model,
             prompt=tokens,

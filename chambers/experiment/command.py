@@ -70,13 +70,13 @@ class Experimenting:
 
         common = experiment.settings | size.settings
         configs = {
-            variant: self._checked(common | own, f"variants.{variant}")
+            variant: self._check_settings(common | own, f"variants.{variant}")
             for variant, own in experiment.variants.items()
         }
         self._refuse_measures(experiment, configs)
         clients = {variant: client_names(config) for variant, config in configs.items()}
         runs = {
-            run: self._checked(run.settings, f"arms.{run.arm}", run.clients)
+            run: self._check_settings(run.settings, f"arms.{run.arm}", run.clients)
             for run in runs_of(experiment, size, clients)
         }
         groups = {
@@ -119,7 +119,7 @@ class Experimenting:
         }
         write_records(folder / RESULTS, about, records)
 
-    def _checked(
+    def _check_settings(
         self, settings: Mapping[str, Scalar], place: str, clients: int | None = None
     ) -> RunConfig:
         """Check settings before the first run starts; an error names their place in the file."""

@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 
 from chambers.errors import CommandError
-from chambers.experiment.plan import Experiment, Measure, Reported, Run
+from chambers.experiment.plan import Experiment, Measure, PlannedRun, Reported
 from chambers.experiment.questions import Group, group_name
 from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
 from chambers.in_process import run_in_process
@@ -29,7 +29,6 @@ from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.log_probabilities import Likelihood, log_probabilities
 from finetuning.evaluation.scoring import score
 from finetuning.files import write_json
-from finetuning.generated import matters
 from finetuning.model.base_model import load_base_model
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import answer_questions, majority_answers, prepare_questions
@@ -52,12 +51,16 @@ def measure_untrained(
         for name in arms:
             own = sorted(_measures_of(experiment, name) - _REPORTED)
             values = measuring.values(None, groups, own)
-            records += [Record(name, BASE, seed, *found) for found in values]
+            records += [Record(name, BASE, seed, *value) for value in values]
     return records
 
 
 def measure_run(
-    experiment: Experiment, run: Run, config: RunConfig, folder: Path, groups: Sequence[Group]
+    experiment: Experiment,
+    run: PlannedRun,
+    config: RunConfig,
+    folder: Path,
+    groups: Sequence[Group],
 ) -> list[Record]:
     """Carry out a run, print that it has finished, and return the values of its models.
 
@@ -76,7 +79,7 @@ def measure_run(
         measuring, records = Measuring(config), []
         for name, adapter in adapters.items():
             values = measuring.values(adapter, groups, measures)
-            records += [Record(run.arm, name, run.seed, *found) for found in values]
+            records += [Record(run.arm, name, run.seed, *value) for value in values]
         write_records(file, about, records)
     records += _reported(run, directory, sorted(wanted & _REPORTED))
     print(f"finished: {run.name}", file=sys.stderr)
@@ -96,7 +99,7 @@ class Measuring:
     ) -> Iterator[tuple[str, Measure, list[float]]]:
         """Yield a model's values on each group; without an adapter, the base model's values."""
         own = {"loss": self._losses, "article": self._articles, "accuracy": self._correct}
-        with self._opened(adapter) as model:
+        with self._attach(adapter) as model:
             for group in groups:
                 if any(measure not in own for measure in measures):
                     scores = self._scores_of_texts(model, group)
@@ -107,7 +110,7 @@ class Measuring:
                         yield group.name, measure, [each[measure] for each in scores]
 
     @contextmanager
-    def _opened(self, adapter: Path | None) -> Iterator[WholeModel]:
+    def _attach(self, adapter: Path | None) -> Iterator[WholeModel]:
         """Attach an adapter to the base model within the block."""
         if adapter is None:
             yield WholeModel(self._model)
@@ -126,21 +129,21 @@ class Measuring:
         for example in examples:
             prompt, rest = example.tokens.tensor_split([example.prompt_length])
             references.append(Continuation(prompt, rest[example.is_target[len(prompt) :]]))
-        found = self._log_probabilities(model, [[each] for each in references])
-        pairs = zip(found, references, strict=True)
+        scored = self._log_probabilities(model, [[each] for each in references])
+        pairs = zip(scored, references, strict=True)
         return [-one.log_probability / len(reference.answer) for (one,), reference in pairs]
 
     def _articles(self, model: WholeModel, group: Group) -> list[float]:
         """Return whether the right Article is the likeliest, for each question."""
-        beginnings = matters.beginnings()
-        tokens = self._tokenizer(list(beginnings.values()), add_special_tokens=False)["input_ids"]
+        texts = list(group.beginnings.values())
+        tokens = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         prompts = tokenize_prompts(group.rows, self._tokenizer)
-        found = self._log_probabilities(
+        scored = self._log_probabilities(
             model, [[Continuation(p, torch.tensor(each)) for each in tokens] for p in prompts]
         )
         right = []
-        for likelihoods, article in zip(found, group.articles, strict=True):
-            pairs = zip(beginnings, likelihoods, strict=True)
+        for likelihoods, article in zip(scored, group.articles, strict=True):
+            pairs = zip(group.beginnings, likelihoods, strict=True)
             likeliest, _ = max(pairs, key=lambda pair: pair[1].log_probability)
             right.append(float(likeliest == article))
         return right
@@ -166,7 +169,7 @@ class Measuring:
         return log_probabilities(model, groups, self._tokenizer.pad_token_id, _MAX_TOKENS)
 
 
-def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
+def carry_out(run: PlannedRun, config: RunConfig, folder: Path) -> Path:
     """Carry out a run in this process unless it has completed; return its folder.
 
     An interrupted run continues from its last checkpoint. ``config`` is the run config without
@@ -191,7 +194,7 @@ def carry_out(run: Run, config: RunConfig, folder: Path) -> Path:
     return _folders(directory)[0]
 
 
-def check_settings(run: Run, folder: Path) -> None:
+def check_settings(run: PlannedRun, folder: Path) -> None:
     """Record a new run's settings; raise ``CommandError`` if its folder has different ones."""
     file = folder / "runs" / run.name / "settings.json"
     if not file.is_file():
@@ -223,7 +226,7 @@ def _constant_records(
     """Yield, for each group, the scores of always giving its most frequent right answer."""
     for group in groups:
         if "article" in measures:
-            values = [1 / len(matters.MATTERS)] * len(group.rows)
+            values = [1 / len(group.beginnings)] * len(group.rows)
             yield Record(CONSTANT, BASE, seed, group.name, "article", values)
         if "accuracy" in measures:
             assert task is not None  # accuracy is a measure of tasks
@@ -236,18 +239,18 @@ def _constant_records(
             yield Record(CONSTANT, BASE, seed, group.name, "accuracy", values)
 
 
-def _adapters(experiment: Experiment, run: Run, directory: Path) -> dict[str, Path]:
+def _adapters(experiment: Experiment, run: PlannedRun, directory: Path) -> dict[str, Path]:
     """Return the folders of a completed run's adapters, keyed by the model's name."""
     adapters = directory / "adapters"
     name = group_name(run.variant, run.client) if run.client else GLOBAL
-    found = {name: adapters / "global"}
+    folders_by_model = {name: adapters / "global"}
     if experiment.arms[run.arm].personalised:
         folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
-        found |= {group_name(run.variant, folder.name): folder for folder in folders}
-    return found
+        folders_by_model |= {group_name(run.variant, folder.name): folder for folder in folders}
+    return folders_by_model
 
 
-def _reported(run: Run, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
+def _reported(run: PlannedRun, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
     """Yield each client's reported training measures, averaged over rounds."""
     trained = [each for each in read_events(directory / METRICS) if each["event"] == "train"]
     for measure in measures:
@@ -264,9 +267,9 @@ def _output_to(file: Path) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     before = os.dup(1), os.dup(2)
-    with file.open("ab") as opened:
-        os.dup2(opened.fileno(), 1)
-        os.dup2(opened.fileno(), 2)
+    with file.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     try:
         yield
     finally:

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from chambers.experiment.plan import Experiment, Measure, Reported, Table
-from chambers.experiment.results import ALL, CONSTANT, Interval, Record, Row, rows_of
+from chambers.experiment.plan import Experiment, Measure, Reported, ResultTable
+from chambers.experiment.results import ALL, CONSTANT, Interval, Record, TableRow, rows_of
 
 _UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
 
@@ -30,7 +30,7 @@ def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path)
     return "\n".join(parts)
 
 
-def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
+def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRow]) -> str:
     """Return a table of the columns in which a trained model beats a constant answer, if any."""
     constant = next((row.cells for row in rows if row.arm == CONSTANT), {})
     trained = [row for row in rows if row.arm != CONSTANT and experiment.arms[row.arm].trained]
@@ -64,7 +64,7 @@ def _markdown(experiment: Experiment, table: Table, rows: Sequence[Row]) -> str:
     return "\n".join([about, "", *lines, f"\n{note}" if note else ""])
 
 
-def _published(table: Table, column: str) -> dict[str, float]:
+def _published(table: ResultTable, column: str) -> dict[str, float]:
     """Return the published values of a column, keyed by arm."""
     return {arm: own[column] for arm, own in table.published.items() if column in own}
 
@@ -92,7 +92,7 @@ def _gain(gain: Interval | None, measure: Measure) -> list[str]:
     return [text if gain.low <= 0 <= gain.high else f"**{text}**", detectable]
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def _csv(rows: Sequence[TableRow]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["model", "column", "mean", "low", "high", "gain", "gain_low", "gain_high"])
@@ -104,7 +104,7 @@ def _csv(rows: Sequence[Row]) -> str:
     return file.getvalue()
 
 
-def _heat_map(table: Table, rows: Sequence[Row]) -> str:
+def _heat_map(table: ResultTable, rows: Sequence[TableRow]) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -42,7 +42,7 @@ class Size(Section):
     settings: dict[str, Scalar] = Field({})
 
 
-class Table(Section):
+class ResultTable(Section):
     """A table of one measure, with models in rows."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # name of the table's files
@@ -68,7 +68,7 @@ class Experiment(Section):
     # Variants by name; each has settings that apply to every arm, such as a different data set.
     variants: dict[str, dict[str, Scalar]] = Field({"": {}}, min_length=1)
     arms: dict[str, Arm] = Field(min_length=1)
-    tables: list[Table] = Field(min_length=1)
+    tables: list[ResultTable] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check_names(self) -> "Experiment":
@@ -89,7 +89,7 @@ class Experiment(Section):
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run of an experiment."""
 
     arm: str
@@ -127,7 +127,7 @@ def read_experiment(file: Path) -> Experiment:
 
 def runs_of(
     experiment: Experiment, size: Size, clients: Mapping[str, Sequence[str]]
-) -> Iterator[Run]:
+) -> Iterator[PlannedRun]:
     """Yield an experiment's runs, seed by seed; ``clients`` has the clients' names by variant."""
     for seed, variant in product(size.seeds, experiment.variants):
         own = experiment.settings | size.settings | experiment.variants[variant]
@@ -135,6 +135,8 @@ def runs_of(
             settings = own | arm.settings | {"seed": seed}
             if arm.trained and arm.each_client:
                 for client in clients[variant]:
-                    yield Run(name, variant, seed, client, None, settings | {"data.pool": client})
+                    yield PlannedRun(
+                        name, variant, seed, client, None, settings | {"data.pool": client}
+                    )
             elif arm.trained:
-                yield Run(name, variant, seed, None, arm.clients, settings)
+                yield PlannedRun(name, variant, seed, None, arm.clients, settings)

@@ -1,7 +1,7 @@
 """The questions for measuring an experiment's models: a group for each client."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from chambers.errors import CommandError
@@ -25,6 +25,8 @@ class Group:
     name: str  # names of the variant and the client
     rows: Sequence[Row]
     articles: Sequence[int] = ()  # each row's right Article; empty with data.path
+    # Beginning of the answer for each Article, keyed by its number; empty with data.path.
+    beginnings: Mapping[int, str] = field(default_factory=dict)
     questions: Sequence[Question] = ()  # with candidate answers; empty unless data.task has them
 
 
@@ -65,7 +67,7 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         ]
         # The questions cycle through the matters.
         articles = [matters.article(own[i % len(own)]) for i in range(count)]
-        groups.append(Group(group_name(variant, name), rows, articles))
+        groups.append(Group(group_name(variant, name), rows, articles, matters.beginnings()))
     return groups
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import nct, norm, t
 
-from chambers.experiment.plan import Experiment, Measure, Table
+from chambers.experiment.plan import Experiment, Measure, ResultTable
 from finetuning.files import write_file
 
 GLOBAL, BASE, CONSTANT = "global", "base", "constant"
@@ -88,7 +88,7 @@ def _error(values: NDArray[np.float64]) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A table's row: a model, or all models of a kind. Intervals are keyed by column heading."""
 
     label: str
@@ -98,7 +98,9 @@ class Row:
     gains: Mapping[str, Interval]  # differences from the arm ``against``
 
 
-def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> list[Row]:
+def rows_of(
+    records: Sequence[Record], experiment: Experiment, table: ResultTable
+) -> list[TableRow]:
     """Return the rows of a table, with the arms in the table's order.
 
     Each arm is compared with the arm ``against``, question by question. For columns ``own``, models
@@ -120,20 +122,22 @@ def rows_of(records: Sequence[Record], experiment: Experiment, table: Table) -> 
     highest = math.inf if table.measure in {"loss", "distance"} else 1.0
     rows = []
 
-    def found(values: _Values, lowest: float) -> Interval:
+    def summarise(values: _Values, lowest: float) -> Interval:
         return interval(_by_seed(values), shared, lowest, highest)
 
     for (arm, kind), line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
         other = compared.get(kind) or next(iter(compared.values()), {})
         gains = {
-            column: found({key: line[column][key] - own for key, own in values.items()}, -highest)
+            column: summarise(
+                {key: line[column][key] - own for key, own in values.items()}, -highest
+            )
             for column, values in other.items()
             if arm not in {table.against, CONSTANT}
             and line.get(column, {}).keys() == values.keys()  # the same clients
         }
-        cells = {column: found(values, 0.0) for column, values in line.items()}
+        cells = {column: summarise(values, 0.0) for column, values in line.items()}
         client = None if kind in {BASE, GLOBAL, _CLIENTS} else kind
-        rows.append(Row(_label(experiment, arm, kind, lines), arm, client, cells, gains))
+        rows.append(TableRow(_label(experiment, arm, kind, lines), arm, client, cells, gains))
     return rows
 
 

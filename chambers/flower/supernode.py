@@ -51,7 +51,7 @@ class Contact:
         cls.last = time.time()
 
 
-def retrying() -> RetryInvoker:
+def make_retry_invoker() -> RetryInvoker:
     """Return Flower's invoker, which also retries after a connection that failed within TLS.
 
     A certificate that can't be verified is still a permanent error.
@@ -153,7 +153,7 @@ def create_app(*arguments: Any, **options: Any) -> Starlette:
 def main() -> NoReturn:
     """Run the SuperNode with Flower's options; end the process when its loop ends."""
     connection: Any = fleet_http_connection
-    connection.make_simple_http_retry_invoker = retrying
+    connection.make_simple_http_retry_invoker = make_retry_invoker
     connection.HeartbeatSender = Heartbeat
     client: Any = start_client_internal
     client.pull_objects = pull_objects

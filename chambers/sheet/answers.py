@@ -16,7 +16,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Question:
+class SheetQuestion:
     """A question with the answers of one or all models."""
 
     name: str  # the row's id, or the question itself
@@ -26,7 +26,7 @@ class Question:
     origin: str  # file and line
 
 
-def read_answers(files: Mapping[str, Path]) -> list[Question]:
+def read_answers(files: Mapping[str, Path]) -> list[SheetQuestion]:
     """Read questions with each model's answers, in the order of the first model's file.
 
     ``files`` contains a JSON Lines file for each model. A row has the keys ``question``, ``answer``
@@ -59,9 +59,9 @@ def read_answers(files: Mapping[str, Path]) -> list[Question]:
     ]
 
 
-def _read(file: Path, model: str) -> dict[str, Question]:
+def _read(file: Path, model: str) -> dict[str, SheetQuestion]:
     """Return the questions with the answers of one model, keyed by name."""
-    questions: dict[str, Question] = {}
+    questions: dict[str, SheetQuestion] = {}
     for question in parse_rows(file, partial(_parse, model), advice="fix them"):
         if question.name in questions:
             raise CommandError(
@@ -72,7 +72,7 @@ def _read(file: Path, model: str) -> dict[str, Question]:
     return questions
 
 
-def _parse(model: str, origin: str, value: Any) -> Question:
+def _parse(model: str, origin: str, value: Any) -> SheetQuestion:
     """Convert a row of either format; raise ``DataError`` with the reason if it is malformed."""
     if not isinstance(value, dict):
         raise DataError(f"expected an object, found {type(value).__name__}")
@@ -91,7 +91,7 @@ def _parse(model: str, origin: str, value: Any) -> Question:
     if not question.strip():
         raise DataError("the question is empty")
     name = str(value.get("id", question))
-    return Question(name, question, reference, {model: answer}, origin)
+    return SheetQuestion(name, question, reference, {model: answer}, origin)
 
 
 def _of_generated(value: Mapping[str, Any]) -> tuple[str, Any]:

@@ -14,9 +14,9 @@ from jinja2 import Environment
 from pydantic import BaseModel, ValidationError
 
 from chambers.errors import CommandError, read_bytes
-from chambers.sheet.answers import Question
+from chambers.sheet.answers import SheetQuestion
 
-LOWEST, HIGHEST = 1, 5
+MIN_SCORE, MAX_SCORE = 1, 5
 # Meaning of each score, from the lowest to the highest (FedJudge, table 4).
 CRITERIA: Mapping[str, Sequence[str]] = {
     "usefulness": (
@@ -59,15 +59,15 @@ class Key(BaseModel):
 
 
 def blind(
-    questions: Sequence[Question], models: Sequence[str], annotators: int, seed: int
-) -> tuple[dict[int, list[Question]], Key]:
+    questions: Sequence[SheetQuestion], models: Sequence[str], annotators: int, seed: int
+) -> tuple[dict[int, list[SheetQuestion]], Key]:
     """Create a sheet for each annotator, keyed by the annotator's number, and the key.
 
     A sheet contains all questions. Each sheet has a separate random order of questions and answers,
     and separate random ids, by which the answers are keyed; see ``Key``. Keep the seed secret,
     since it reveals the models.
     """
-    sheets: dict[int, list[Question]] = {}
+    sheets: dict[int, list[SheetQuestion]] = {}
     rows: dict[str, KeyRow] = {}
     for annotator in range(1, annotators + 1):
         draw = random.Random(f"{seed} {annotator}")
@@ -85,7 +85,7 @@ def blind(
     return sheets, Key(seed=seed, models=list(models), rows=rows)
 
 
-def read_key(file: Path) -> Key:
+def read_sheet_key(file: Path) -> Key:
     """Read a key; raise ``CommandError`` if the file isn't one."""
     try:
         return Key.model_validate_json(read_bytes(file))
@@ -93,27 +93,27 @@ def read_key(file: Path) -> Key:
         raise CommandError(f"{file} is not a key from chambers sheet make: {error}") from error
 
 
-def to_page(annotator: int, questions: Sequence[Question]) -> str:
+def to_page(annotator: int, questions: Sequence[SheetQuestion]) -> str:
     """Return a sheet as a self-contained HTML page, which saves the chosen scores as CSV."""
     return _PAGE.render(
         annotator=annotator,
         questions=questions,
         criteria=CRITERIA,
-        scores=range(LOWEST, HIGHEST + 1),
+        scores=range(MIN_SCORE, MAX_SCORE + 1),
         count=sum(len(question.answers) for question in questions),
         digest=base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode(),
     )
 
 
-def to_table(questions: Sequence[Question]) -> str:
+def to_table(questions: Sequence[SheetQuestion]) -> str:
     """Return a sheet as CSV with empty cells for scores."""
     text = io.StringIO()
     table: Any = csv.writer(text)
     table.writerow(["id", "number", "question", "reference", "answer", *CRITERIA])
     for number, question in enumerate(questions, start=1):
-        given = [_plain(question.text), _plain(question.reference)]
+        shared = [_plain(question.text), _plain(question.reference)]
         for name, answer in question.answers.items():
-            cells = [name, number, *given, _plain(answer)]
+            cells = [name, number, *shared, _plain(answer)]
             table.writerow([*cells, *("" for _ in CRITERIA)])
     return text.getvalue()
 

@@ -54,9 +54,9 @@ class Make:
         from finetuning.files import replacing, write_secret
 
         files = self._files()
-        found = read_answers(files)
+        questions = read_answers(files)
         seed = secrets.randbits(64) if self.seed is None else self.seed
-        drawn = random.Random(seed).sample(found, min(self.questions, len(found)))
+        drawn = random.Random(seed).sample(questions, min(self.questions, len(questions)))
         if self.hide_references:
             drawn = [replace(question, reference="") for question in drawn]
         for model in files:
@@ -112,11 +112,11 @@ class Read:
         """Print the table."""
         if find_spec("nltk") is None:
             raise CommandError("the table needs nltk: pip install 'chambers[sheet]'")
-        from chambers.sheet.blinding import read_key
-        from chambers.sheet.results import evaluate
+        from chambers.sheet.blinding import read_sheet_key
+        from chambers.sheet.results import evaluate_sheets
 
-        key = read_key(self.key)
-        results = evaluate(key, self.sheets)
+        key = read_sheet_key(self.key)
+        results = evaluate_sheets(key, self.sheets)
         made = len({row.annotator for row in key.rows.values()})
         print(results.to_markdown())
         print(f"\n{results.questions} questions, {results.annotators} of {made} annotators")

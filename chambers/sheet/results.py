@@ -12,15 +12,15 @@ from statistics import mean, stdev
 from scipy.stats import t
 
 from chambers.errors import CommandError, read_bytes
-from chambers.sheet.blinding import CRITERIA, HIGHEST, LOWEST, Key
+from chambers.sheet.blinding import CRITERIA, MAX_SCORE, MIN_SCORE, Key
 
 # Scores, keyed by id and criterion.
-Scores = Mapping[str, Mapping[str, int]]
+SheetScores = Mapping[str, Mapping[str, int]]
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Results:
+class SheetResults:
     """The results of a human evaluation."""
 
     annotators: int  # number of sheets
@@ -47,7 +47,7 @@ class Results:
         return "\n".join(lines)
 
 
-def evaluate(key: Key, files: Sequence[Path]) -> Results:
+def evaluate_sheets(key: Key, files: Sequence[Path]) -> SheetResults:
     """Evaluate filled-in sheets, at most one per annotator; see ``read_sheet`` for their format."""
     scores: dict[str, Mapping[str, int]] = {}
     read: dict[int, Path] = {}
@@ -66,7 +66,9 @@ def evaluate(key: Key, files: Sequence[Path]) -> Results:
     }
     agreement = {criterion: _alpha(scores, key, criterion) for criterion in CRITERIA}
     questions = {key.rows[name].question for name in scores}
-    return Results(annotators=len(read), questions=len(questions), means=means, agreement=agreement)
+    return SheetResults(
+        annotators=len(read), questions=len(questions), means=means, agreement=agreement
+    )
 
 
 def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int]]]:
@@ -96,7 +98,7 @@ def read_sheet(file: Path, key: Key) -> tuple[int, Mapping[str, Mapping[str, int
     return sheets[0], scores
 
 
-def _mean(scores: Scores, key: Key, model: str, criterion: str) -> str:
+def _mean(scores: SheetScores, key: Key, model: str, criterion: str) -> str:
     by_question: dict[str, list[int]] = defaultdict(list)
     for name, values in scores.items():
         if key.rows[name].model == model:
@@ -108,7 +110,7 @@ def _mean(scores: Scores, key: Key, model: str, criterion: str) -> str:
     return f"{mean(means):.2f} ± {half_width:.2f}"
 
 
-def _alpha(scores: Scores, key: Key, criterion: str) -> float | None:
+def _alpha(scores: SheetScores, key: Key, criterion: str) -> float | None:
     """Return Krippendorff's alpha over all answers, or None if it is undefined."""
     from nltk.metrics.agreement import AnnotationTask
     from nltk.metrics.distance import interval_distance
@@ -178,6 +180,6 @@ def _score(cell: str) -> int:
         value = float(cell.replace(",", "."))
     except ValueError:
         raise ValueError(f"is {cell[:20]!r}, not a number") from None
-    if value not in range(LOWEST, HIGHEST + 1):
-        raise ValueError(f"is {cell[:20]}, not one of {LOWEST} to {HIGHEST}")
+    if value not in range(MIN_SCORE, MAX_SCORE + 1):
+        raise ValueError(f"is {cell[:20]}, not one of {MIN_SCORE} to {MAX_SCORE}")
     return int(value)

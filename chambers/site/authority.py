@@ -76,7 +76,7 @@ def open_authority(folder: Path, new_days: int = _AUTHORITY_DAYS) -> Authority:
     for here, other in ((file, key_file), (key_file, file)):
         if not here.exists():
             raise CommandError(f"{here} is missing: restore it, or move {other} to another folder")
-    certificate, key = read_certificate(file), read_key(key_file)
+    certificate, key = read_certificate(file), read_tls_key(key_file)
     if key.public_key() != certificate.public_key():
         raise CommandError(f"{key_file} is not the key of {file}")
     return Authority(certificate, key)
@@ -90,7 +90,7 @@ def read_certificate(file: Path) -> x509.Certificate:
         raise CommandError(f"{file} is not a certificate in PEM format") from error
 
 
-def read_key(file: Path) -> ec.EllipticCurvePrivateKey:
+def read_tls_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """Read an elliptic-curve key in PEM format; raise ``CommandError`` if the file isn't one."""
     try:
         key = load_pem_private_key(read_bytes(file), password=None)
@@ -116,7 +116,7 @@ def check_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*names, *INSIDE]))
 
 
-def names_of(certificate: x509.Certificate) -> list[str]:
+def names_in(certificate: x509.Certificate) -> list[str]:
     """Return the host names and addresses that a certificate is valid for."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

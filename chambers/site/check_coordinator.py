@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 import platformdirs
 from cryptography.exceptions import InvalidSignature
 
-from chambers.disk_space import ACCESS_LOG, existing, top_sender
+from chambers.disk_space import ACCESS_LOG, find_existing, top_sender
 from chambers.errors import CommandError
-from chambers.run import HUB
-from chambers.site.authority import AUTHORITY, SERVER, names_of, read_certificate, read_key
-from chambers.site.check import AdviceError, Report, check_model, disk, gpu
-from chambers.site.connection import filtered, healthy, lasting_file
+from chambers.site import host
+from chambers.site.authority import AUTHORITY, SERVER, names_in, read_certificate, read_tls_key
+from chambers.site.connection import check_certificate_file, check_filter, get_health
 from chambers.site.keys import check_instructions, check_secret
+from chambers.site.report import AdviceError, Report, check_disk, check_gpu, check_model
 
 
-def check_coordinator(folder: Path, model: str, superlink: str = "", proxy: str = "") -> Report:
+def report_on_coordinator(folder: Path, model: str, superlink: str = "", proxy: str = "") -> Report:
     """Check the certificates, the SuperLink and its proxy, database, model, disks, GPU and clock.
 
     ``folder`` is the coordinator's. The institutions' checks verify the certificate's public name.
@@ -33,25 +33,29 @@ def check_coordinator(folder: Path, model: str, superlink: str = "", proxy: str 
     report.line(_pair, server, server.with_suffix(".key"))
     report.line(_chain, server, authority)
     renewal = f"{_renewal(server)}, then restart the proxy and the SuperLink"
-    report.line(lasting_file, server, renewal)
-    report.line(lasting_file, authority, "create a new authority, as docs/operations.md describes")
+    report.line(check_certificate_file, server, renewal)
+    report.line(
+        check_certificate_file, authority, "create a new authority, as docs/operations.md describes"
+    )
     report.line(check_instructions, folder)
-    proxy = proxy or f"{urlsplit(HUB).hostname}:8443"
+    proxy = proxy or f"{urlsplit(host.HUB).hostname}:8443"
     report.line(_answers, "SuperLink", superlink or _connection(folder), folder)
     if report.line(_answers, "proxy", proxy, folder):
-        report.line(filtered, proxy, authority)
+        report.line(check_filter, proxy, authority)
     report.line(_writable, database)
     if model:
         report.line(check_model, model)
     results = platformdirs.user_data_path("chambers") / "runs"
     report.line(
-        disk, database.parent, "add space, or shrink the database as docs/operations.md describes"
+        check_disk,
+        database.parent,
+        "add space, or shrink the database as docs/operations.md describes",
     )
     report.line(_apart, database.parent, [folder, results])
-    report.line(disk, results)
+    report.line(check_disk, results)
     report.line(_sender, folder / ACCESS_LOG)
     # With fl-glm, the coordinator runs the body of the model.
-    report.line(gpu)
+    report.line(check_gpu)
     report.line(_clock)
     return report
 
@@ -64,7 +68,7 @@ def _connection(folder: Path) -> str:
 
 
 def _pair(file: Path, key_file: Path) -> str:
-    if read_key(key_file).public_key() != read_certificate(file).public_key():
+    if read_tls_key(key_file).public_key() != read_certificate(file).public_key():
         raise CommandError(f"{key_file} is not the key of {file}: {_renewal(file)}")
     check_secret(key_file)
     return f"{key_file} is the key of {file}"
@@ -75,7 +79,7 @@ def _chain(file: Path, authority: Path) -> str:
         read_certificate(file).verify_directly_issued_by(read_certificate(authority))
     except (InvalidSignature, TypeError, ValueError) as error:
         raise CommandError(f"{file} is not signed by {authority}: {_renewal(file)}") from error
-    names = ", ".join(names_of(read_certificate(file)))
+    names = ", ".join(names_in(read_certificate(file)))
     return f"{file} is signed by {authority}, for {names}"
 
 
@@ -85,7 +89,7 @@ def _renewal(server: Path) -> str:
 
 def _answers(what: str, address: str, folder: Path) -> str:
     """Check that the SuperLink or its proxy uses the certificate in the folder."""
-    shown = healthy(address, folder / AUTHORITY).certificate
+    shown = get_health(address, folder / AUTHORITY).certificate
     if shown != read_certificate(folder / SERVER):
         raise CommandError(
             f"the {what} at {address} does not use the certificate {folder / SERVER}: restart it"
@@ -112,8 +116,8 @@ def _writable(database: Path) -> str:
 
 def _apart(folder: Path, others: Sequence[Path]) -> str:
     """Check that the database can't fill the file systems of the other folders."""
-    device = existing(folder).stat().st_dev
-    shared = [str(path) for path in others if existing(path).stat().st_dev == device]
+    device = find_existing(folder).stat().st_dev
+    shared = [str(path) for path in others if find_existing(path).stat().st_dev == device]
     if shared:
         raise AdviceError(
             f"{folder} is on the same file system as {' and '.join(shared)}: messages from "

@@ -13,10 +13,17 @@ from pydantic import ValidationError
 from chambers.errors import CommandError, read_bytes
 from chambers.site import host
 from chambers.site.authority import AUTHORITY
-from chambers.site.check import AdviceError, Report, check_model, disk, gpu
-from chambers.site.connection import clock, filtered, healthy, is_registered, lasting, lasting_file
+from chambers.site.connection import (
+    check_certificate,
+    check_certificate_file,
+    check_clock,
+    check_filter,
+    get_health,
+    is_registered,
+)
 from chambers.site.keys import read_node_key
 from chambers.site.programs import PORT
+from chambers.site.report import AdviceError, Report, check_disk, check_gpu, check_model
 from client_app.privacy_account import PrivacyAccount
 from federation.authentication import parse_public_key, read_public_key
 from federation.site_file import VARIABLE, SiteFile, read_site_file
@@ -28,7 +35,7 @@ from finetuning.settings import DataSettings
 from finetuning.tasks.reading import held_out_part, read_task_rows
 
 
-def check_institution(
+def report_on_institution(
     folder: Path, model: str = "", task: str = "", registered: bool = True
 ) -> Report:
     """Check the connection to the coordinator, keys, policy, data, model and machine.
@@ -38,14 +45,14 @@ def check_institution(
     values = defaultdict(str, host.read_environment(folder / host.INSTITUTION))
     superlink, authority, key_file = values["COORDINATOR"], folder / AUTHORITY, folder / "node"
     report = Report()
-    report.line(lasting_file, authority, "get the coordinator's new authority.pem")
+    report.line(check_certificate_file, authority, "get the coordinator's new authority.pem")
     has_key = report.line(_readable, key_file)
     if report.line(_reaches, superlink, authority):
-        answer = healthy(superlink, authority)
+        answer = get_health(superlink, authority)
         what = f"the certificate of {superlink}"
-        report.line(lasting, answer.certificate, what, "the coordinator must renew it")
-        report.line(filtered, superlink, authority)
-        if report.line(clock, answer.ahead) and has_key and registered:
+        report.line(check_certificate, answer.certificate, what, "the coordinator must renew it")
+        report.line(check_filter, superlink, authority)
+        if report.line(check_clock, answer.ahead) and has_key and registered:
             report.line(_registered, superlink, authority, key_file)
             report.line(_online, folder)
     report.line(_trusted, folder / host.TRUSTED)
@@ -56,8 +63,8 @@ def check_institution(
         report.line(_worker, site.worker)
     if model:
         report.line(check_model, model)
-    report.line(disk, platformdirs.user_state_path("chambers"))
-    report.line(gpu)
+    report.line(check_disk, platformdirs.user_state_path("chambers"))
+    report.line(check_gpu)
     return report
 
 
@@ -185,5 +192,5 @@ def _worker(socket: str) -> str:
 
 
 def _reaches(superlink: str, authority: Path) -> str:
-    healthy(superlink, authority)
+    get_health(superlink, authority)
     return f"{superlink} answers over TLS"

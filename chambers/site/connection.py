@@ -22,6 +22,7 @@ from federation.flower_internals import (
     NodeAuthHttpInterceptor,
     public_key_to_bytes,
 )
+from split.address import parse_address
 
 _TIMEOUT_SECONDS = 10.0
 # See openssl-verification-options(1) and X509_STORE_CTX_get_error(3).
@@ -32,7 +33,7 @@ _MAX_AHEAD, _MAX_BEHIND = 5, 300
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """The response to a request."""
 
     status: int
@@ -41,15 +42,14 @@ class Answer:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split an address into host and port, or raise ``CommandError``; IPv6 must be in brackets."""
-    host, separator, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not (host and separator and port.isdecimal() and int(port) < 2**16):
-        raise CommandError(f"{address} is not an address: HOST:PORT is expected")
-    return host, int(port)
+    """Split an address into host and port; raise ``CommandError`` if it isn't one."""
+    try:
+        return parse_address(address)
+    except ValueError as error:
+        raise CommandError(f"{address} {error}") from error
 
 
-def get(address: str, path: str, authority: Path) -> Answer:
+def get(address: str, path: str, authority: Path) -> ServerAnswer:
     """Send a GET request over TLS; ``authority`` is a file of trusted certificates.
 
     Raise ``CommandError`` if no server with this name answers over TLS.
@@ -60,7 +60,7 @@ def get(address: str, path: str, authority: Path) -> Answer:
     try:
         connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
     except InvalidURL as error:
-        raise CommandError(f"{address} is not an address: {error}") from error
+        raise CommandError(f"{address} must be an address and a port: {error}") from error
     try:
         before = datetime.now(UTC)
         connection.request("GET", path)
@@ -68,18 +68,18 @@ def get(address: str, path: str, authority: Path) -> Answer:
         certificate = connection.sock.getpeercert(binary_form=True)
         response = connection.getresponse()
         after = datetime.now(UTC)
-        theirs = parsedate_to_datetime(response.headers["Date"])
+        server_time = parsedate_to_datetime(response.headers["Date"])
     except (OSError, HTTPException, TypeError, ValueError) as error:
-        raise CommandError(f"{address}: {_explained(error, host, authority)}") from error
+        raise CommandError(f"{address}: {_explain(error, host, authority)}") from error
     finally:
         connection.close()
     assert certificate is not None
     # The Date header is truncated to whole seconds, so on average it is half a second behind.
-    ahead = (before + (after - before) / 2 - theirs).total_seconds() - 0.5
-    return Answer(response.status, ahead, x509.load_der_x509_certificate(certificate))
+    ahead = (before + (after - before) / 2 - server_time).total_seconds() - 0.5
+    return ServerAnswer(response.status, ahead, x509.load_der_x509_certificate(certificate))
 
 
-def healthy(address: str, authority: Path) -> Answer:
+def get_health(address: str, authority: Path) -> ServerAnswer:
     """Request ``/health`` from a SuperLink or its proxy; raise ``CommandError`` on failure."""
     answer = get(address, "/health", authority)
     if answer.status != 200:
@@ -90,7 +90,7 @@ def healthy(address: str, authority: Path) -> Answer:
     return answer
 
 
-def filtered(address: str, authority: Path) -> str:
+def check_filter(address: str, authority: Path) -> str:
     """Check that a proxy blocks the Control API, which has no authentication."""
     status = get(address, "/v1/control/", authority).status
     if status != 403:
@@ -135,7 +135,7 @@ def is_registered(superlink: str, authority: Path, key: ec.EllipticCurvePrivateK
     raise CommandError(f"{superlink} has unexpectedly activated the node")
 
 
-def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
+def check_certificate(certificate: x509.Certificate, what: str, renewal: str) -> str:
     """Check that a certificate is valid for 30 more days; ``renewal`` describes how to renew it."""
     days, end = days_left(certificate), certificate.not_valid_after_utc.date()
     if days < 0:
@@ -148,12 +148,12 @@ def lasting(certificate: x509.Certificate, what: str, renewal: str) -> str:
     return f"{what} is valid for {days} days, until {end}"
 
 
-def lasting_file(file: Path, renewal: str) -> str:
-    """Check a certificate in a file; see ``lasting``."""
-    return lasting(read_certificate(file), str(file), renewal)
+def check_certificate_file(file: Path, renewal: str) -> str:
+    """Check a certificate in a file; see ``check_certificate``."""
+    return check_certificate(read_certificate(file), str(file), renewal)
 
 
-def clock(ahead: float) -> str:
+def check_clock(ahead: float) -> str:
     """Check the difference between this machine's clock and the coordinator's."""
     text = (
         f"clock: about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the coordinator's"
@@ -166,7 +166,7 @@ def clock(ahead: float) -> str:
     return text
 
 
-def _explained(error: Exception, host: str, authority: Path) -> str:
+def _explain(error: Exception, host: str, authority: Path) -> str:
     """Explain why there was no answer, and what to do."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _certificate_problem(error, host, authority)

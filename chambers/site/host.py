@@ -11,17 +11,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from chambers.app_folder import TEMPLATES
-from chambers.environment import direct_here
+from chambers.environment import bypass_proxies_locally
 from chambers.errors import CommandError
 from chambers.sources import option
 from finetuning.files import write_file, write_secret
 from finetuning.model.names import BUILT_IN, hub_id
 
+# Where the proxy serves the signed release to the SuperLink; in containers, at another address.
+HUB = os.environ.get("FLWR_SUPERGRID_API_URL", "http://127.0.0.1:8002")
 # Names of files in the folder.
 INSTITUTION, SITE, TRUSTED = "institution.env", "site.toml", "trusted.yaml"
 _SECRET = "superexec.secret"
-FOLDER = option("Folder of the host; default: the current folder.", "FOLDER")
-MODEL = option("Base model of runs: a folder, a GGUF file, tiny or smollm2.", "PATH")
+FOLDER_OPTION = option("Folder of the host; default: the current folder.", "FOLDER")
+MODEL_OPTION = option("Base model of runs: a folder, a GGUF file, tiny or smollm2.", "PATH")
 
 
 def open_folder(path: Path, model: str) -> Path:
@@ -41,7 +43,7 @@ def open_folder(path: Path, model: str) -> Path:
     return folder
 
 
-def check_name(name: str) -> None:
+def check_institution_name(name: str) -> None:
     """Raise ``CommandError`` unless a text can be the name of an institution."""
     from federation.names import is_name
 
@@ -68,14 +70,14 @@ def complete(folder: Path, files: Iterable[str], model: str, values: Mapping[str
     else:
         link(folder / "model", Path(model))
     for file in files:
-        target, text = folder / file, rendered(folder, file, values)
+        target, text = folder / file, render_template(folder, file, values)
         if not target.exists():
             write_file(target, text)
         elif target.read_text(encoding="utf-8") != text:
             print(f"{target} is not changed; for a new one, delete it and run this again")
 
 
-def rendered(folder: Path, file: str, values: Mapping[str, str]) -> str:
+def render_template(folder: Path, file: str, values: Mapping[str, str]) -> str:
     """Return the content of a file of a host, from its template; ``values`` as in ``complete``."""
     # The template of state/.flwr/config.toml is config.toml.
     text = (TEMPLATES / file.removeprefix("state/.flwr/")).read_text(encoding="utf-8")
@@ -150,7 +152,7 @@ def enter(folder: Path) -> None:
     # In a container, Compose has read the file.
     environment = {**os.environ, **(read_environment(file) if file.exists() else {}), **path}
     os.environ.clear()
-    os.environ.update(direct_here(environment))
+    os.environ.update(bypass_proxies_locally(environment))
 
 
 def _absolute(path: Path) -> Path:

@@ -48,7 +48,7 @@ def read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def read_public_key(file: Path) -> ec.EllipticCurvePublicKey:
+def read_node_public_key(file: Path) -> ec.EllipticCurvePublicKey:
     """Read a node's public key; raise ``CommandError`` if the file isn't one."""
     key = authentication.parse_public_key(read_bytes(file))
     if not isinstance(key, ec.EllipticCurvePublicKey):
@@ -56,7 +56,7 @@ def read_public_key(file: Path) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def digest(key: ec.EllipticCurvePublicKey) -> str:
+def hash_node_key(key: ec.EllipticCurvePublicKey) -> str:
     """Return the SHA-256 digest of the ``node.pub`` that ``chambers site join`` writes."""
     return hashlib.sha256(_line(key).encode()).hexdigest()
 

@@ -29,16 +29,16 @@ class Admit:
     key: Annotated[Path, argument("node.pub")]
     name: Annotated[str, option("The institution's name, as in its chambers site join.", "NAME")]
     rows: Annotated[int | None, count("Agreed number of training rows; default: none.")] = None
-    folder: Annotated[Path, host.FOLDER] = Path()
+    folder: Annotated[Path, host.FOLDER_OPTION] = Path()
 
     def __call__(self) -> int:
         """Register the key and the number of rows; refuse a name that another node has."""
-        from chambers.site.keys import digest, read_public_key
+        from chambers.site.keys import hash_node_key, read_node_public_key
         from federation import flower_internals as flower
         from federation.agreed_rows import agree_on_rows
 
-        host.check_name(self.name)
-        key = read_public_key(self.key)
+        host.check_institution_name(self.name)
+        key = read_node_public_key(self.key)
         public = flower.public_key_to_bytes(key)
         request = flower.RegisterNodeRequest(public_key=public, name=self.name)
         host.enter(self.folder)
@@ -52,7 +52,7 @@ class Admit:
             node = members[0].node_id if members else client.RegisterNode(request).node_id
         agree_on_rows(self.name, self.rows)
         rows = f" and {self.rows} rows" if self.rows else ""
-        print(f"{self.name} is admitted as node {node}, with the key {digest(key)}{rows}")
+        print(f"{self.name} is admitted as node {node}, with the key {hash_node_key(key)}{rows}")
         return 0
 
 
@@ -60,11 +60,11 @@ class Admit:
 class Nodes:
     """List the institutions: name, node id, state and since when (UTC), and the key's digest."""
 
-    folder: Annotated[Path, host.FOLDER] = Path()
+    folder: Annotated[Path, host.FOLDER_OPTION] = Path()
 
     def __call__(self) -> int:
         """Print a line for each node."""
-        from chambers.site.keys import digest
+        from chambers.site.keys import hash_node_key
         from federation.flower_internals import bytes_to_public_key, control_client
 
         host.enter(self.folder)
@@ -76,7 +76,7 @@ class Nodes:
                 "offline": ("last seen", node.last_deactivated_at),
                 _EXPELLED: ("expelled", node.unregistered_at),
             }.get(node.status, ("never seen", node.registered_at))
-            key = digest(bytes_to_public_key(node.public_key))
+            key = hash_node_key(bytes_to_public_key(node.public_key))
             print(f"{node.name or '-':20} {node.node_id:<20} {state:10} {since[:19]} {key}")
         return 0
 
@@ -86,7 +86,7 @@ class Expel:
     """Expel an institution; its SuperNode ends within 30 seconds. To return, it needs a new key."""
 
     name: Annotated[str, argument("NAME")]
-    folder: Annotated[Path, host.FOLDER] = Path()
+    folder: Annotated[Path, host.FOLDER_OPTION] = Path()
 
     def __call__(self) -> int:
         """Unregister the nodes with this name."""

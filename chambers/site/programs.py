@@ -123,7 +123,7 @@ def _copy(name: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Worker:
+class StartWorker:
     """Answer this institution's messages in one process that keeps model and data in memory.
 
     \b

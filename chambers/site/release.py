@@ -34,7 +34,7 @@ class Verification(BaseModel):
     signature: str
 
 
-class Answer(BaseModel):
+class HubAnswer(BaseModel):
     """The answer to Flower's ``fetch-fab``."""
 
     fab_url: str
@@ -98,7 +98,7 @@ def publish(folder: Path, content: bytes, verification: Verification, url: str) 
     by_key = {}
     if file.exists():
         try:
-            older = Answer.model_validate_json(answer_file.read_bytes())
+            older = HubAnswer.model_validate_json(answer_file.read_bytes())
         except (OSError, ValidationError) as error:
             raise CommandError(
                 f"{answer_file} has no valid signatures of the release in its folder; delete "
@@ -107,7 +107,9 @@ def publish(folder: Path, content: bytes, verification: Verification, url: str) 
         by_key = {signed.public_key_id: signed for signed in older.verifications}
     by_key[verification.public_key_id] = verification
     write_file(file, content)
-    answer = Answer(fab_url=f"{url.rstrip('/')}/{file.name}", verifications=list(by_key.values()))
+    answer = HubAnswer(
+        fab_url=f"{url.rstrip('/')}/{file.name}", verifications=list(by_key.values())
+    )
     write_file(answer_file, answer.model_dump_json(indent=1) + "\n")
     for release in folder.glob(f"{'[0-9a-f]' * 64}.fab"):
         if release != file:

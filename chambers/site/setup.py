@@ -54,8 +54,8 @@ class Coordinator:
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     names: Annotated[list[str], argument("NAME…")]
-    folder: Annotated[Path, host.FOLDER] = Path()
-    model: Annotated[str | None, host.MODEL] = None
+    folder: Annotated[Path, host.FOLDER_OPTION] = Path()
+    model: Annotated[str | None, host.MODEL_OPTION] = None
 
     def __call__(self) -> int:
         """Write the files that are missing, and print what to send to the institutions."""
@@ -71,7 +71,7 @@ class Coordinator:
         if not server.exists():
             authority.open_authority(folder).issue(folder, names, _DAYS)
         certificate = authority.read_certificate(server)
-        known = authority.names_of(certificate)
+        known = authority.names_in(certificate)
         if missing := ", ".join(name for name in names if name not in known):
             raise CommandError(f"{server} is not valid for {missing}: delete it for a new one")
         open_instructions(folder)
@@ -107,8 +107,8 @@ class Join:
     name: Annotated[str, option("Name of the institution in every run.", "NAME")]
     coordinator: Annotated[str, option("Address of the coordinator's proxy.", "HOST:PORT")]
     data: Annotated[Path, option("Folder with train.jsonl, or a file of rows.", "PATH")]
-    model: Annotated[str, host.MODEL]
-    folder: Annotated[Path, host.FOLDER] = Path()
+    model: Annotated[str, host.MODEL_OPTION]
+    folder: Annotated[Path, host.FOLDER_OPTION] = Path()
     wait: Annotated[
         float, option("Minutes to wait for admission; default 15; 0 doesn't wait.", "MINUTES")
     ] = 15.0
@@ -118,7 +118,7 @@ class Join:
         from chambers.site.connection import host_and_port
         from chambers.site.keys import open_node_key
 
-        host.check_name(self.name)
+        host.check_institution_name(self.name)
         server, _ = host_and_port(self.coordinator)
         if not self.data.exists():
             raise CommandError(f"--data {self.data}: there is no such file or folder")
@@ -144,12 +144,12 @@ class Join:
         return self._await_admission(folder, key)
 
     def _await_admission(self, folder: Path, key: "ec.EllipticCurvePrivateKey") -> int:
-        from chambers.site.check_institution import check_institution
+        from chambers.site.check_institution import report_on_institution
         from chambers.site.connection import is_registered
 
         host.enter(folder)
         model = self.model if self.model in BUILT_IN else f"{folder}/model"
-        if not check_institution(folder, model, registered=False).passed:
+        if not report_on_institution(folder, model, registered=False).passed:
             print("resolve the lines that begin with fix, and run the same command again")
             return 1
         print("waiting for admission (the coordinator runs chambers site admit)", flush=True)
@@ -185,7 +185,7 @@ class Update:
         environment = folder / host.INSTITUTION
         files = _INSTITUTION_PROGRAMS if environment.exists() else _COORDINATOR_PROGRAMS
         for file in files:
-            target, text = folder / file, host.rendered(folder, file, {})
+            target, text = folder / file, host.render_template(folder, file, {})
             if target.exists() and target.read_text(encoding="utf-8") == text:
                 continue
             if target.exists():
@@ -198,6 +198,6 @@ class Update:
             if before.get("WORKER"):
                 values["# worker = "] = "worker = "
                 values["/srv/chambers/state/worker.sock"] = before["WORKER"]
-            write_file(folder / host.SITE, host.rendered(folder, host.SITE, values))
+            write_file(folder / host.SITE, host.render_template(folder, host.SITE, values))
             print(f"{folder / host.SITE} is new")
         return 0

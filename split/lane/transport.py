@@ -1,6 +1,5 @@
 """How lanes use gRPC: the method, options of channels and servers, and status codes."""
 
-import ipaddress
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from split.address import is_loopback
 from split.protocol.errors import FrameError, LaneCutError, LaneError
 from split.protocol.records import MAX_RECORD_BYTES
 
@@ -107,12 +107,3 @@ def time_limit(seconds: float, end: Callable[[], object]) -> Iterator[threading.
         yield limit
     finally:
         limit.cancel()
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address, as host:port, names this machine itself."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
+from split.address import parse_address
 from split.protocol.frames import WireType
 from split.protocol.keys import KeyExchange
 from split.protocol.tickets import (
@@ -56,9 +57,8 @@ class StandingInvitation(BaseModel):
     @field_validator("address")
     @classmethod
     def _is_address(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-            raise ValueError("must be an address and a port, like 127.0.0.1:8900")
+        if not parse_address(value)[1]:
+            raise ValueError("must have a port other than 0")
         return value
 
     @property

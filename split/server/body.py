@@ -16,12 +16,13 @@ from finetuning.errors import BaseModelError, printable
 from finetuning.model.base_model import outline
 from finetuning.model.fingerprint import combine_digests, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
+from split.address import parse_address
 from split.model.devices import body_devices
 from split.model.loading import load_parts, tensors_of
 from split.model.part import Part
 from split.model.partition import Partition, partition_of
 from split.protocol.frames import Padding
-from split.server.stage import Tensors, address_of, receive, secured, send, tls
+from split.server.stage import Tensors, receive, secured, send, tls
 from split.settings import SplitSettings
 
 
@@ -59,10 +60,10 @@ class _Stage:
         self._numbers = itertools.count(1)
         self._address = address
         try:
-            plain = socket.create_connection(address_of(address), timeout=30.0)
+            plain = socket.create_connection(parse_address(address), timeout=30.0)
             context = tls(Path(key).expanduser(), ssl.PROTOCOL_TLS_CLIENT)
             self.stream = secured(plain, context, is_server=False)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             hint = "does `chambers stage` run there with split.body-key, and for no other run?"
             raise ConnectionError(
                 f"the stage at {address} can't be used: {error}; {hint}"

@@ -26,6 +26,7 @@ from finetuning.errors import BaseModelError
 from finetuning.model.fingerprint import combine_digests, digest_config
 from finetuning.randomness import derive_seed, set_seed
 from finetuning.settings import AdapterSettings, ModelSettings
+from split.address import parse_address
 from split.lane.half_open import RefusedHandshakes, SilentStreams, network_of
 from split.model.devices import body_devices
 from split.model.loading import load_parts, locate_parts
@@ -42,14 +43,6 @@ _HANDSHAKE_SECONDS = 10.0
 _CONNECT_SECONDS = 30.0  # a coordinator's limit for a handshake, and for the end of another run
 _TURN = b"\n"  # tells a coordinator that the stage now serves it
 _log = logging.getLogger(__name__)
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Return host and port; raise an OSError if the text is not HOST:PORT."""
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal()):
-        raise OSError(f"{text!r} is not an address and a port, like 10.0.0.6:9100")
-    return host.strip("[]"), int(port)
 
 
 def tls(key: Path, kind: int) -> ssl.SSLContext:
@@ -117,8 +110,12 @@ def receive(stream: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def serve_stage(listen: str, key: Path) -> NoReturn:
-    """Serve one run after another; raise an OSError if the address or the key can't be used."""
-    address, context = address_of(listen), tls(key, ssl.PROTOCOL_TLS_SERVER)
+    """Serve one run after another.
+
+    Raise ``ValueError`` if ``listen`` isn't an address and a port, or ``OSError`` if the address or
+    the key can't be used.
+    """
+    address, context = parse_address(listen), tls(key, ssl.PROTOCOL_TLS_SERVER)
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     admitted = queue.SimpleQueue[tuple[str, Any]]()
     with socket.create_server(address, family=family) as listener:

@@ -8,7 +8,7 @@ import torch
 
 from bench.attack.decoder import train_decoder
 from bench.attack.gradients import client_gradient, read_labels
-from bench.attack.observed import as_encrypted, as_received, head_outputs
+from bench.attack.observed import compute_head_outputs, encrypt, transmit
 from bench.attack.public_head import PublicHead
 from bench.attack.report import tables
 from finetuning.data.batching import collate
@@ -43,31 +43,31 @@ def test_whoever_knows_the_head_reads_everything(deep_checkpoint, head_blocks, w
     head = parts_of(deep_checkpoint, head_blocks)["head"]
     search = PublicHead(head, VOCABULARY, BEGINNING)
     rows = texts(2, 12, seed=0)
-    for row, hidden in zip(rows, head_outputs(head, rows), strict=True):
+    for row, hidden in zip(rows, compute_head_outputs(head, rows), strict=True):
         own = hidden[len(BEGINNING) :]
-        found = search.read(as_received([own], wire)[0], wire, noise=0.0, most=VOCABULARY)
+        found = search.read(transmit([own], wire)[0], wire, noise=0.0, most=VOCABULARY)
         assert torch.equal(found, row[len(BEGINNING) :])
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_a_decoder_reads_hidden_states_and_nothing_in_sealed_records(deep_checkpoint, wire):
+def test_a_decoder_reads_hidden_states_but_no_sealed_records(deep_checkpoint, wire):
     head = parts_of(deep_checkpoint)["head"]
     kinds = 16
     colluding, attacked = texts(100, 20, 1, kinds + 2), texts(40, 20, 2, kinds + 2)
     chance = 1 / kinds
 
     def share_read(seen) -> float:
-        given = seen(head_outputs(head, colluding), wire)
-        decoder = train_decoder(given, colluding, "linear", seed=0, passes=8)
-        found = decoder.read(seen(head_outputs(head, attacked), wire))
+        states = seen(compute_head_outputs(head, colluding), wire)
+        decoder = train_decoder(states, colluding, "linear", seed=0, passes=8)
+        found = decoder.read(seen(compute_head_outputs(head, attacked), wire))
         # Texts begin with the same tokens, whose positions are known.
         pairs = zip(found, attacked, strict=True)
         equal = torch.cat([(a == b)[len(BEGINNING) :] for a, b in pairs])
         return float(equal.float().mean())
 
-    assert share_read(as_received) > 0.95
+    assert share_read(transmit) > 0.95
     # 800 tokens: five standard deviations are 0.043.
-    assert abs(share_read(as_encrypted) - chance) < 0.043
+    assert abs(share_read(encrypt) - chance) < 0.043
 
 
 @pytest.mark.parametrize(("tail_blocks", "wire"), [(0, "int8"), (1, "bfloat16"), (2, "float32")])
@@ -83,12 +83,12 @@ def test_the_gradient_reveals_the_labels(deep_checkpoint, tail_blocks, wire):
     with torch.no_grad():
         padding = Padding("right", batch.lengths)
         middle = parts["body"](parts["head"](batch.tokens, padding), padding)
-    (given,) = as_received([middle[0]], wire, noise=0.5)
+    (tail_input,) = transmit([middle[0]], wire, noise=0.5)
     tail = parts["tail"]
-    (gradient,) = as_received([client_gradient(tail, given[None], batch)[0]], wire)
+    (gradient,) = transmit([client_gradient(tail, tail_input[None], batch)[0]], wire)
     found = read_labels(
         tail=tail,
-        given=given,
+        tail_input=tail_input,
         gradient=gradient,
         positions=batch.positions,
         count=len(batch.labels),
@@ -96,7 +96,7 @@ def test_the_gradient_reveals_the_labels(deep_checkpoint, tail_blocks, wire):
     assert torch.equal(found, batch.labels)
 
 
-def test_the_page_s_tables_are_those_of_the_record():
+def test_tables_on_the_page_are_those_of_the_record():
     page = (DOCS / "attack.md").read_text(encoding="utf-8")
     record = json.loads((DOCS / "attack.json").read_text(encoding="utf-8"))
     made = [table for text in tables(record) for table in tables_in(text)]

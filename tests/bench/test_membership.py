@@ -3,19 +3,19 @@
 import pytest
 
 from bench import tokens_told
-from bench.membership import measure
+from bench.membership import measure_membership
 from finetuning.settings import ModelSettings
 
 
 @pytest.mark.nightly
 def test_the_only_row_of_a_round_is_recognised(checkpoint):
-    (found,) = measure(ModelSettings(name=str(checkpoint)), seed=0, rounds=[1])
+    (found,) = measure_membership(ModelSettings(name=str(checkpoint)), seed=0, rounds=[1])
     assert found["gradient"] > 0.9 and found["loss"] > 0.6
 
 
 @pytest.mark.nightly
 def test_adapters_on_embeddings_and_output_heads_tell_tokens(checkpoint):
-    found = tokens_told.measure(ModelSettings(name=str(checkpoint)), seed=0, rows=[1])
+    found = tokens_told.measure_tokens(ModelSettings(name=str(checkpoint)), seed=0, rows=[1])
     for name in ("LoRA on embeddings", "LoRA on the output head"):
         ((right, occurring, wrong),) = found[name]
         assert right > 0.9 * occurring and not wrong

@@ -104,7 +104,7 @@ def served(run_folder, tmp_path_factory) -> Path:
         assert process.wait(20) == 0
 
 
-def told(capsys, *words: str | Path) -> str:
+def execute(capsys, *words: str | Path) -> str:
     """Run a command that must succeed, and return its output."""
     capsys.readouterr()
     status = main([str(word) for word in words])

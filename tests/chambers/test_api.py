@@ -24,15 +24,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chambers.__main__ import parse
-from chambers.endpoint.answering import Answerer, Limits
+from chambers.endpoint.answering import Answerer, AnswerLimits
 from chambers.endpoint.routes import routes
-from chambers.models import Draft, find, find_draft
+from chambers.models import Draft, find_draft, find_source
 from chambers.sources import AdapterOptions
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
 from finetuning.model.tokenizer import load_tokenizer
 from tests.chambers.browser import browser, needs_browser
-from tests.chambers.conftest import ROOT, refused, told, write_run
-from tests.chambers.test_serve import serving_here
+from tests.chambers.conftest import ROOT, execute, refused, write_run
+from tests.chambers.test_serve import alter, serving_here
 from tests.split.lanes import Proxy
 from tests.waiting import wait_until
 
@@ -49,7 +49,7 @@ def answering(*words, key=None, origins=(), **limits):
     given = {"batch_size": 8, "queue": 64, "max_prompt_length": 64, "max_new_tokens": 100} | limits
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        Answerer(sources, tokenizer, Limits(**given)) as answerer,
+        Answerer(sources, tokenizer, AnswerLimits(**given)) as answerer,
     ):
         config = uvicorn.Config(routes(answerer, key, origins), log_level="error")
         server = uvicorn.Server(config)
@@ -67,6 +67,15 @@ def answering(*words, key=None, origins=(), **limits):
 
 def adapters(run_folder):
     return [run_folder / "adapters" / "global", run_folder / "adapters" / "clients" / "alpha"]
+
+
+@contextmanager
+def answering_over_lane(run_folder, folder, *folders, **limits):
+    """Answer with the base model and adapters, whose middle blocks another party has."""
+    with serving_here(folder, run_folder) as (_, files):
+        words = (*(folders or adapters(run_folder)[:1]), "--invitation", files["alpha"])
+        with answering(*words, **limits) as (client, _):
+            yield client
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +97,7 @@ def text_of(reply):
 def generated(capsys, *words):
     """Return the answer of ``chambers generate`` to each question."""
     words = ("generate", "--max-new-tokens", str(TOKENS), "--batch-size", "1", *words)
-    return [told(capsys, *words, question).strip() for question in QUESTIONS]
+    return [execute(capsys, *words, question).strip() for question in QUESTIONS]
 
 
 def test_every_model_answers_as_generate_does(whole, base, run_folder, capsys):
@@ -102,14 +111,11 @@ def test_every_model_answers_as_generate_does(whole, base, run_folder, capsys):
         assert said == generated(capsys, *given), model
 
 
-def test_a_lane_answers_as_the_whole_model_does(run_folder, tmp_path, capsys, whole):
-    own, _ = adapters(run_folder)
-    with serving_here(tmp_path, run_folder) as (_, files):
-        words = (own, "--invitation", files["alpha"])
-        with answering(*words) as (client, _), ThreadPoolExecutor(4) as pool:
-            for model in ("global", "base"):
-                said = [*pool.map(lambda q, m=model: text_of(ask(client, q, m)), QUESTIONS)]
-                assert said == [text_of(ask(whole[0], q, model)) for q in QUESTIONS]
+def test_a_lane_answers_as_the_whole_model_does(run_folder, tmp_path, whole):
+    with answering_over_lane(run_folder, tmp_path) as client, ThreadPoolExecutor(4) as pool:
+        for model in ("global", "base"):
+            said = [*pool.map(lambda q, m=model: text_of(ask(client, q, m)), QUESTIONS)]
+            assert said == [text_of(ask(whole[0], q, model)) for q in QUESTIONS]
 
 
 @pytest.mark.slow
@@ -120,7 +126,7 @@ def test_drafts_change_neither_answers_nor_log_probabilities(run_folder, tmp_pat
     # With top_p near 0, the likeliest token is drawn, but log-probabilities are the model's own.
     narrow = logprobs | {"temperature": 0.5, "top_p": 1e-6}
     options = (logprobs, narrow, {"stop": word}, {"max_tokens": 40})
-    source = find(AdapterOptions(model=str(base)), None)
+    source = find_source(AdapterOptions(model=str(base)), None)
     with serving_here(tmp_path, run_folder) as (_, files):
         for draft in (
             Draft({"prompt_lookup_num_tokens": 3}, 3),
@@ -156,12 +162,10 @@ def test_adapters_that_are_equal_at_the_server_differ_here(run_folder, tmp_path)
     with answering(*adapters(run)) as (client, _):
         expected = [text_of(ask(client, QUESTIONS[1], model)) for model in ("global", "alpha")]
     assert expected[0] != expected[1]
-    with serving_here(tmp_path / "invitations", run) as (_, files):
-        words = (*adapters(run), "--invitation", files["alpha"])
-        with answering(*words) as (client, _):
-            for _ in range(2):
-                said = [text_of(ask(client, QUESTIONS[1], model)) for model in ("global", "alpha")]
-                assert said == expected
+    with answering_over_lane(run, tmp_path / "invitations", *adapters(run)) as client:
+        for _ in range(2):
+            said = [text_of(ask(client, QUESTIONS[1], model)) for model in ("global", "alpha")]
+            assert said == expected
 
 
 @pytest.mark.slow
@@ -217,7 +221,7 @@ def test_answers_end_at_stop_texts_and_limits(whole):
     assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 2)
 
 
-def test_log_probabilities_are_the_model_s_own(whole, base, run_folder):
+def test_log_probabilities_are_those_of_the_model(whole, base, run_folder):
     """PEFT's model is the reference; a temperature doesn't change log-probabilities."""
     client, _ = whole
     own = AutoModelForCausalLM.from_pretrained(base)
@@ -324,10 +328,7 @@ def test_prompts_are_scored(run_folder, tmp_path, whole, base, new):
     with torch.no_grad():
         expected = [model(input_ids=torch.tensor([each])).logits[0].log_softmax(-1) for each in ids]
     asked = {"model": "base", "max_tokens": new, "temperature": 0, "echo": True, "logprobs": 2}
-    own, _ = adapters(run_folder)
-    with ExitStack() as stack:
-        _, files = stack.enter_context(serving_here(tmp_path, run_folder))
-        lane, _ = stack.enter_context(answering(own, "--invitation", files["alpha"]))
+    with answering_over_lane(run_folder, tmp_path) as lane:
         for client, prompt in ((whole[0], ids), (whole[0], texts), (lane, ids)):
             reply = client.completions.create(prompt=prompt, **asked)
             assert reply.usage.completion_tokens == new * len(ids)
@@ -388,19 +389,6 @@ def alone(whole):
     return answers
 
 
-@pytest.mark.slow
-def test_requests_at_once_get_their_own_answers_and_cancelled_ones_end(whole, alone):
-    client, answerer = whole
-    counts = []
-    for _ in range(2):  # the first pass also opens files that stay open
-        with client.copy(http_client=httpx.Client()) as own, ThreadPoolExecutor(16) as pool:
-            assert all(pool.map(partial(answered_alone, own, alone), range(50)))
-        wait_until(lambda: not answerer.waiting, 60)
-        counts.append(resources())
-    threads, files = counts[0]
-    wait_until(lambda: resources()[0] <= threads and resources()[1] <= files, 60)
-
-
 def kill_a_client(adapter, invitation, proxy):
     """Start a client that generates texts through a proxy, and kill it during a generation."""
     options = ["--adapter", adapter, "--invitation", invitation, "--batch-size", 1]
@@ -414,7 +402,7 @@ def kill_a_client(adapter, invitation, proxy):
 
 
 @pytest.mark.slow
-def test_cuts_and_a_killed_client_disturb_no_answer_and_leave_nothing(run_folder, tmp_path, alone):
+def test_cuts_and_a_killed_client_disturb_no_answer(run_folder, tmp_path, alone):
     """The server has memory for one batch of texts, so it must free the killed client's cache."""
     adapter, _ = adapters(run_folder)
     words = (run_folder, "--max-tokens", 8 * 144, "--max-prompt-length", 64)
@@ -426,8 +414,7 @@ def test_cuts_and_a_killed_client_disturb_no_answer_and_leave_nothing(run_folder
         ):
             alpha, beta = proxies = Proxy(address), Proxy(address)
             for client, proxy in zip(("alpha", "beta"), proxies, strict=True):
-                content = json.loads(files[client].read_text())
-                files[client].write_text(json.dumps(content | {"address": proxy.address}))
+                alter(files[client], address=proxy.address)
             kill_a_client(adapter, files["beta"], beta)
 
             def answered(number, client, proxy=alpha):
@@ -448,7 +435,7 @@ def test_cuts_and_a_killed_client_disturb_no_answer_and_leave_nothing(run_folder
 
 
 @pytest.mark.slow
-def test_answers_over_several_lanes_at_once_are_the_whole_model_s(run_folder, tmp_path, whole):
+def test_lanes_at_once_answer_as_the_whole_model_does(run_folder, tmp_path, whole):
     own, _ = adapters(run_folder)
     expected = [text_of(ask(whole[0], question)) for question in QUESTIONS]
     with serving_here(tmp_path, run_folder) as (_, files), ExitStack() as stack:
@@ -501,17 +488,15 @@ def fits_schema(text):
 
 
 @pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_hundred_answers_fit_a_json_schema(run_folder, tmp_path, is_split):
+def test_a_hundred_answers_fit_a_json_schema(run_folder, tmp_path, whole, is_split):
     """Other requests of the same batch are answered as without a schema."""
     schema = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
     options = {"max_tokens": 90, "temperature": 1, "response_format": schema}
     with ExitStack() as stack:
-        words = adapters(run_folder)[1:]
+        client, model = whole[0], "global"
         if is_split:
-            _, files = stack.enter_context(serving_here(tmp_path / "invitations", run_folder))
-            words += ["--invitation", files["alpha"]]
-        client, _ = stack.enter_context(answering(*words))
-        (model,) = (each.id for each in client.models.list() if each.id != "base")
+            client = stack.enter_context(answering_over_lane(run_folder, tmp_path))
+            (model,) = (each.id for each in client.models.list() if each.id != "base")
         greedy = text_of(ask(client, QUESTIONS[0], model))
         pool = stack.enter_context(ThreadPoolExecutor(16))
         replies = [pool.submit(ask, client, f"{n}?", model, **options) for n in range(100)]
@@ -522,15 +507,14 @@ def test_a_hundred_answers_fit_a_json_schema(run_folder, tmp_path, is_split):
         assert all(map(fits_schema, answers)), answers
         assert len(set(answers)) > 50
         assert {text_of(reply.result()) for reply in free} == {greedy}
-        (whole_object,) = ask(client, "who", model, response_format={"type": "json_object"}).choices
-        assert whole_object.message.content.startswith("{")
+        anything = ask(client, "who", model, response_format={"type": "json_object"})
+        assert text_of(anything).startswith("{")
 
 
 BAD = {
     "model": ({"model": "gpt"}, 404, "no such model; available: .*global"),
     "length": ({"messages": [{"role": "user", "content": "a " * 500}]}, 400, "1 to 64"),
     "no tokens": ({"max_tokens": 0}, 400, "Invalid 'max_tokens': it should be greater than or"),
-    "type": ({"temperature": "0"}, 400, "Invalid 'temperature': it should be a valid number"),
     "role": (
         {"messages": [{"role": "x"}]},
         400,
@@ -549,7 +533,6 @@ BAD = {
         "^Error code: 400 - Tools are not supported by this endpoint\\.$",
     ),
     "stop": ({"stop": ["a"] * 5}, 400, r"Invalid 'stop': it should have at most 4 items\.$"),
-    "choices": ({"n": 2}, 400, "'n' is not supported"),
     "format": ({"response_format": {"type": "json_schema"}}, 400, "but no json_schema"),
     "schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
@@ -562,7 +545,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("changed", "status", "reason"), BAD.values(), ids=BAD)
-def test_bad_requests_are_refused_in_the_api_s_form(whole, changed, status, reason):
+def test_bad_requests_are_refused_in_the_form_of_the_api(whole, changed, status, reason):
     client, _ = whole
     body = {"model": "global", "messages": [{"role": "user", "content": "who"}]} | changed
     with pytest.raises(openai.APIStatusError, match=reason) as refusal:
@@ -624,7 +607,7 @@ def test_only_named_origins_may_send_requests(whole, base):
             assert found.get("access-control-allow-origin") == allowed
 
 
-def test_models_that_can_t_be_served_together_are_refused(run_folder, base, tmp_path, capsys):
+def test_models_that_do_not_fit_together_are_refused(run_folder, base, tmp_path, capsys):
     own, alpha = adapters(run_folder)
     shutil.copytree(base, tmp_path / "other")
     other = write_run(tmp_path / "run", tmp_path / "other") / "adapters" / "clients" / "beta"
@@ -672,28 +655,24 @@ def test_the_page_has_all_that_it_needs(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_merged", [False, True])
-def test_another_client_of_openais_api_is_answered(whole, run_folder, tmp_path, capsys, is_merged):
+def test_another_client_of_openais_api_is_answered(whole, tmp_path):
     """The client is ``llm``, a command-line tool."""
-    name, model, folder = "global", whole, tmp_path / "merged"
-    with ExitStack() as stack:
-        if is_merged:
-            told(capsys, "merge", run_folder / "adapters" / "global", folder)
-            name, model = "base", stack.enter_context(answering("--model", folder))
-        about = [{"model_id": "court", "model_name": name, "api_base": str(model[0].base_url)}]
-        (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(about))
-        # Its plugin for SmolLM2 needs a package that isn't installed.
-        environment = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
-        for question, streamed in zip(QUESTIONS, ("--no-stream", "--"), strict=False):
-            options = ["--key", "none", "-o", "temperature", "0", "-o", "max_tokens", str(TOKENS)]
-            said = subprocess.run(
-                [sys.executable, "-m", "llm", "-m", "court", *options, streamed, question],
-                env=os.environ | environment,
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
-            assert said.strip() == text_of(ask(whole[0], question))
+    about = [
+        {"model_id": "court", "model_name": "global", "api_base": str(whole[0].base_url)},
+    ]
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(about))
+    # Its plugin for SmolLM2 needs a package that isn't installed.
+    environment = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
+    for question, streamed in zip(QUESTIONS, ("--no-stream", "--"), strict=False):
+        options = ["--key", "none", "-o", "temperature", "0", "-o", "max_tokens", str(TOKENS)]
+        said = subprocess.run(
+            [sys.executable, "-m", "llm", "-m", "court", *options, streamed, question],
+            env=os.environ | environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        assert said.strip() == text_of(ask(whole[0], question))
 
 
 @pytest.mark.slow

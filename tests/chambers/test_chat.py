@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
+from chambers.endpoint import answering as answering_module
 from chambers.endpoint.answer_stream import AnswerStream, Piece
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import execute, refused
 from tests.chambers.test_api import TOKENS, adapters, answering, text_of
 
 QUESTION = "the court holds that"
@@ -16,7 +17,7 @@ QUESTION = "the court holds that"
 def chatted(capsys, monkeypatch, lines, *words):
     """Return the outputs of a chat with these lines of input."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    return told(capsys, "chat", *words, "--max-new-tokens", TOKENS)
+    return execute(capsys, "chat", *words, "--max-new-tokens", TOKENS)
 
 
 @pytest.mark.slow
@@ -57,15 +58,21 @@ def test_models_answer_in_columns(run_folder, capsys, monkeypatch):
 @pytest.mark.slow
 def test_an_empty_answer_is_forgotten(run_folder, capsys, monkeypatch):
     own, _ = adapters(run_folder)
-    monkeypatch.setattr(AnswerStream, "__call__", ended_at_once)
+    monkeypatch.setattr(answering_module, "AnswerStream", EmptyAnswers)
     assert not chatted(capsys, monkeypatch, [QUESTION, QUESTION], own).strip()
 
 
-def ended_at_once(stream, input_ids, *_, **__):
-    for row in stream._rows:
-        row.over = True
-        row.request.emit(Piece("", finish_reason="stop"))
-    return torch.ones(len(input_ids), dtype=torch.bool)
+class EmptyAnswers(AnswerStream):
+    """Ends each answer before its first token."""
+
+    def __init__(self, batch, *arguments):
+        super().__init__(batch, *arguments)
+        self.batch = batch
+
+    def __call__(self, input_ids, *_, **__):
+        for request in self.batch:
+            request.emit(Piece("", finish_reason="stop"))
+        return torch.ones(len(input_ids), dtype=torch.bool)
 
 
 def test_a_mistake_does_not_end_the_chat(run_folder, capsys, monkeypatch):

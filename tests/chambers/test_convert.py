@@ -8,7 +8,7 @@ from finetuning.settings import ModelSettings
 from split.model.exactness import check_exactness
 from split.model.partition import partition_of
 from split.settings import SplitSettings
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import execute, refused
 from tests.finetuning.conversion.originals import (
     BAICHUAN,
     CHATGLM,
@@ -32,18 +32,18 @@ def original(request, tmp_path, sentencepiece_file):
 def test_a_converted_checkpoint_generates_and_can_be_split(original, tmp_path, capsys):
     model, folder = original
     target = tmp_path / "models" / "converted"
-    shown = told(capsys, "convert", folder, target)
+    shown = execute(capsys, "convert", folder, target)
     assert model in shown
     assert f"chambers train model.name={target}" in shown
     words = ("--max-new-tokens", "6", "the court")
-    assert told(capsys, "generate", "--model", target, *words)
+    assert execute(capsys, "generate", "--model", target, *words)
     partition = partition_of(target, SplitSettings())
     settings = ModelSettings(name=str(target))
     check_exactness(target, settings, partition, prefixes=True, generation=True)
     assert f"{target} exists" in refused(capsys, "convert", folder, target)
 
 
-def test_what_is_not_there_or_can_t_be_converted_is_refused(original, tmp_path, capsys):
+def test_what_is_missing_or_unknown_is_refused(original, tmp_path, capsys):
     _, folder = original
     assert "there is no folder /nowhere" in refused(capsys, "convert", "/nowhere", tmp_path / "a")
     reason = refused(capsys, "convert", "nobody/not-there", tmp_path / "a")

@@ -107,12 +107,10 @@ def test_of_many_clients_those_with_bad_rows_have_a_line(capsys, checkpoint, tmp
     assert [line.partition(":")[0] for line in lines] == shown
 
 
-def test_rows_that_the_template_rejects_are_named_before_flower_starts(
-    capsys, checkpoint, tmp_path
-):
+def test_rows_that_the_template_rejects_are_named(capsys, checkpoint, tmp_path):
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(ALTERNATE)
     write(tmp_path / "rows.jsonl", asked("who"), asked("who", "is it"))
     words = (f"model.name={model}", f"data.path={tmp_path}/rows.jsonl", "--clients", 2)
-    told = f"{tmp_path}/rows.jsonl:2: the chat template rejects this row: roles must alternate\n"
-    assert refused(capsys, "train", *words).endswith(told)
+    execute = f"{tmp_path}/rows.jsonl:2: the chat template rejects this row: roles must alternate\n"
+    assert refused(capsys, "train", *words).endswith(execute)

@@ -65,7 +65,7 @@ def test_only_connections_to_other_machines_use_a_proxy(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_run_uses_neither_proxies_nor_modules_nor_a_long_path_of_its_user(tmp_path):
+def test_a_run_uses_no_proxy_module_or_long_path_of_its_user(tmp_path):
     long = tmp_path / "a.long.name.of.a.job" / ("x" * 60)
     for folder in (long, tmp_path / "work"):
         folder.mkdir(parents=True)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from chambers.__main__ import main
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import execute, refused
 
 WORDS = ["the court holds", "goods were never delivered", "this claim is upheld", "who signed"]
 
@@ -82,11 +82,11 @@ ALL = ("--tasks", "cb,copa,multirc,xsum", "--max-new-tokens", "4")
 
 
 @pytest.mark.slow
-def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_path, capsys):
+def test_split_scores_are_those_of_the_whole(run_folder, base, served, data, tmp_path, capsys):
     """Score the base model, the global adapter and a personalised one, in one table."""
     mine = run_folder / "adapters" / "clients" / "alpha"
     words = ["evaluate", *ALL, "--data", data, "--output", tmp_path / "scores.json"]
-    shown = told(capsys, *words, run_folder, mine)
+    shown = execute(capsys, *words, run_folder, mine)
     whole = json.loads((tmp_path / "scores.json").read_text())
     assert list(whole["models"]) == [str(base), str(run_folder), str(mine)]
     assert whole["models"][str(run_folder)] == {
@@ -108,7 +108,7 @@ def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_
     assert len({model["probability"] for model in cb.values()}) == 3
 
     # The invitation's server has the global model and alpha's personalised one.
-    told(capsys, *words, "--invitation", served / "alpha.json", run_folder, mine)
+    execute(capsys, *words, "--invitation", served / "alpha.json", run_folder, mine)
     split = json.loads((tmp_path / "scores.json").read_text())
     assert all(model["split"] for model in split["models"].values())
     for name, task in whole["tasks"].items():
@@ -120,7 +120,7 @@ def test_split_scores_are_the_whole_model_s(run_folder, base, served, data, tmp_
 def test_a_base_model_alone_and_a_folder_of_one_task(base, data, tmp_path, capsys):
     scores = []
     for folder, words in ((data, [base]), (data / "CB", ["--model", base])):
-        told(
+        execute(
             capsys,
             *("evaluate", "--tasks", "CB", "--data", folder, "--limit", "3"),
             *("--output", tmp_path / "scores.json", *words),
@@ -153,7 +153,7 @@ def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_pa
     words += ["--output", tmp_path / "scores.json", run_folder]
     found = []
     for where in ([], ["--invitation", served / "alpha.json"]):
-        assert "repeat_local" in told(capsys, *words, *where)
+        assert "repeat_local" in execute(capsys, *words, *where)
         found.append(json.loads((tmp_path / "scores.json").read_text())["tasks"])
         for name in (str(base), str(run_folder)):
             del found[-1]["cb"]["models"][name]["seconds"]

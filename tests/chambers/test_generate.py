@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig
 
 from chambers.__main__ import main
-from chambers.models import NO_DRAFT, Source, find_draft
+from chambers.model_source import ModelSource
+from chambers.models import NO_DRAFT, find_draft
 from client_app.state import ClientState
 from federation.run_config import parse_run_config
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
@@ -27,7 +27,7 @@ from finetuning.model.tokenizer import load_tokenizer
 from finetuning.settings import ModelSettings
 from split.model.loading import tensors_of
 from split.model.partition import partition_of
-from tests.chambers.conftest import CLIENTS, ROOT, refused, serve, told, write_run
+from tests.chambers.conftest import ROOT, execute, refused, serve, write_run
 from tests.conftest import write_checkpoint
 from tests.gguf_files import write_gguf
 
@@ -85,9 +85,11 @@ def test_the_whole_model_generates_as_peft_does(run_folder, base, capsys):
         output = model.generate(input_ids=tokens[None], do_sample=False, max_new_tokens=12)
         text = tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
         expected.append(text.strip())
-    shown = told(capsys, "generate", "--adapter", directory, *NEW, "--batch-size", "1", *QUESTIONS)
+    shown = execute(
+        capsys, "generate", "--adapter", directory, *NEW, "--batch-size", "1", *QUESTIONS
+    )
     assert shown == "".join(text + "\n" for text in expected)
-    bare = told(capsys, "generate", "--model", base, *NEW, *QUESTIONS)
+    bare = execute(capsys, "generate", "--model", base, *NEW, *QUESTIONS)
     assert bare != shown
 
 
@@ -95,7 +97,7 @@ def test_a_gguf_file_generates_as_its_checkpoint_does(base, tmp_path, capsys, mo
     write_gguf(base, tmp_path / "model.gguf")
     monkeypatch.chdir(tmp_path)
     words = ["generate", *NEW, *QUESTIONS, "--model"]
-    assert told(capsys, *words, "model.gguf") == told(capsys, *words, base)
+    assert execute(capsys, *words, "model.gguf") == execute(capsys, *words, base)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     refusal = refused(capsys, *words, tmp_path / "model.gguf")
     assert "model.gguf is damaged or incomplete" in refusal
@@ -130,9 +132,9 @@ def test_a_split_model_generates_as_the_whole_one_does(
     if adapter:
         model = ["--adapter", run_folder / "adapters" / adapter]
     whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
-    assert not told(capsys, "generate", *model, *words, "--output", whole)
+    assert not execute(capsys, "generate", *model, *words, "--output", whole)
     invitation = ["--invitation", served / "alpha.json"]
-    assert not told(capsys, "generate", *model, *invitation, *words, "--output", split)
+    assert not execute(capsys, "generate", *model, *invitation, *words, "--output", split)
     assert whole.read_text() == split.read_text()
     written = [json.loads(line) for line in split.read_text().splitlines()]
     given = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
@@ -146,14 +148,14 @@ def test_a_split_model_generates_as_the_whole_one_does(
 def test_drafts_do_not_change_greedy_answers(run_folder, base, served, capsys, split):
     adapter = ["--adapter", run_folder / "adapters" / "global"]
     words = ["generate", *adapter, *NEW, *QUESTIONS]
-    expected = told(capsys, *words)
+    expected = execute(capsys, *words)
     if split:
         words += ["--invitation", served / "alpha.json"]
     for draft in ("prompt", base):
-        assert told(capsys, *words, "--draft", draft) == expected, draft
+        assert execute(capsys, *words, "--draft", draft) == expected, draft
 
 
-def test_a_draft_needs_the_model_s_tokenizer(base, tmp_path, capsys):
+def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(base, other)
     tokens = json.loads((other / "tokenizer.json").read_text())
@@ -180,13 +182,13 @@ def test_a_draft_needs_the_model_s_tokenizer(base, tmp_path, capsys):
 
 def test_models_that_cannot_verify_drafts_go_on_without(prefix_run, base, tmp_path, capsys):
     words = ["generate", *NEW, "--adapter", prefix_run / "adapters" / "global", "a b c a b c a b"]
-    expected = told(capsys, *words)
+    expected = execute(capsys, *words)
     assert main([*map(str, words), "--draft", "prompt"]) == 0
     shown = capsys.readouterr()
     assert shown.out == expected
     assert "--draft has no effect with a prefix adapter on a whole model" in shown.err
     MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
-    source = Source(ModelSettings(), tmp_path)
+    source = ModelSource(ModelSettings(), tmp_path)
     assert find_draft("prompt", load_tokenizer(base), [source]) == NO_DRAFT
     assert "no effect with recurrent layers" in capsys.readouterr().err
 
@@ -194,7 +196,7 @@ def test_models_that_cannot_verify_drafts_go_on_without(prefix_run, base, tmp_pa
 def test_half_a_surrogate_pair_in_an_unused_field_is_kept(base, tmp_path, capsys):
     file, output = tmp_path / "rows.jsonl", tmp_path / "output.jsonl"
     file.write_text('{"instruction": "a", "note": "\\ud83d"}\n')
-    told(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
+    execute(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
     assert json.loads(output.read_text())["note"] == "\ud83d"
 
 
@@ -203,7 +205,7 @@ def test_fields_that_json_lacks_are_written_as_json(base, tmp_path, capsys):
     fields = {"scores": [[0.5, math.nan, -math.inf]], "scan": [{"bytes": b"\xff"}]}
     table = pyarrow.table({"instruction": ["a"], "day": [date(2026, 1, 2)], **fields})
     pyarrow.parquet.write_table(table, file)
-    told(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
+    execute(capsys, "generate", "--model", base, *NEW, "--file", file, "--output", output)
     row = json.loads(output.read_text(), parse_constant=pytest.fail)
     assert (row["scores"], row["scan"]) == ([0.5, None, None], {"bytes": "/w=="})
     assert row["day"] == "2026-01-02"
@@ -211,14 +213,14 @@ def test_fields_that_json_lacks_are_written_as_json(base, tmp_path, capsys):
 
 def test_seeds_decide_what_is_drawn(base, capsys):
     words = ["generate", "--model", base, *NEW, *SAMPLED, *QUESTIONS]
-    one, again, other = (told(capsys, *words, "--seed", seed) for seed in "112")
+    one, again, other = (execute(capsys, *words, "--seed", seed) for seed in "112")
     assert one == again != other
 
 
 def test_a_line_of_standard_input_is_a_prompt(base, capsys, monkeypatch):
     words = ["generate", "--model", base, *NEW]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + "\n\n".join(QUESTIONS)))
-    assert told(capsys, *words) == told(capsys, *words, *QUESTIONS)
+    assert execute(capsys, *words) == execute(capsys, *words, *QUESTIONS)
 
 
 def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch):
@@ -226,56 +228,6 @@ def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch
     monkeypatch.setattr(sys, "stdin", latin)
     refusal = refused(capsys, "generate", "--model", base)
     assert "standard input is not utf-8: " in refusal and "at byte 4" in refusal
-
-
-@pytest.mark.slow
-def test_two_clients_generate_at_once(run_folder, served, tmp_path, capsys):
-    """Each uses its personalised model, which the other may not use."""
-    file = rows(tmp_path)
-
-    def words(client):
-        adapter = run_folder / "adapters" / "clients" / client
-        return ["generate", "--adapter", str(adapter), "--file", str(file), *NEW]
-
-    expected = {}
-    for client in CLIENTS:
-        told(capsys, *words(client), "--output", tmp_path / "whole")
-        expected[client] = (tmp_path / "whole").read_text()
-
-    def start(client):
-        own = ["--invitation", str(served / f"{client}.json"), "--output", str(tmp_path / client)]
-        command = [sys.executable, "-m", "chambers", *words(client), *own]
-        return subprocess.Popen(command, cwd=ROOT)
-
-    processes = [start(client) for client in CLIENTS]
-    assert [process.wait(120) for process in processes] == [0, 0]
-    assert {client: (tmp_path / client).read_text() for client in CLIENTS} == expected
-    foreign = refused(capsys, *words("beta"), "--invitation", served / "alpha.json")
-    assert (
-        "none of the models that the block server has for alpha (base, global, personalised)"
-        in (foreign)
-    )
-
-
-@pytest.mark.slow
-def test_the_program_prints_text_alone(run_folder, served, tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "chambers", "generate"),
-            *("--adapter", run_folder / "adapters" / "global"),
-            *("--invitation", served / "gamma.json"),
-            *NEW,
-            "the court",
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip().splitlines()) == 1
-    assert "generating" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -287,13 +239,13 @@ def prefix_run(base, tmp_path_factory):
 @pytest.mark.slow
 def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
     words = ["generate", *NEW, *QUESTIONS]
-    whole = told(capsys, *words, "--adapter", prefix_run / "adapters" / "global")
-    assert whole != told(capsys, *words, "--model", base)
+    whole = execute(capsys, *words, "--adapter", prefix_run / "adapters" / "global")
+    assert whole != execute(capsys, *words, "--model", base)
     with serve(prefix_run, "--max-tokens", "120", log=tmp_path / "log"):
         invitation = ("--invitation", tmp_path / "invitations" / "alpha.json")
         for adapter in ("global", "clients/alpha"):
             own = [*words, "--adapter", prefix_run / "adapters" / adapter]
-            assert told(capsys, *own, *invitation) == told(capsys, *own)
+            assert execute(capsys, *own, *invitation) == execute(capsys, *own)
 
 
 @pytest.mark.parametrize(
@@ -323,13 +275,17 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
 
     words = ["generate", "--adapter", adapter, *NEW, "the court"]
     assert "no space is left" in refused(capsys, *words, "--output", "/dev/full")
-    expected = told(capsys, *words)
+    expected = execute(capsys, *words)
     # The run's folder records the digests of its base model.
     words = ["--model", other, "the court"]
     refusal = refused(capsys, "generate", "--adapter", adapter, *words)
     assert f"is not that of {run_folder}: the digests of lm_head.weight, " in refusal
-    refusal = refused(capsys, "generate", "--invitation", served / "alpha.json", *words)
+    alpha = ("--invitation", served / "alpha.json")
+    refusal = refused(capsys, "generate", *alpha, *words)
     assert "is not that of the block server at 127.0.0.1" in refusal
+    beta = run_folder / "adapters" / "clients" / "beta"
+    refusal = refused(capsys, "generate", "--adapter", beta, *alpha, "the court")
+    assert "none of the models that the block server has for alpha (base, global, pers" in refusal
 
     # So does a client's state, in which the ends of a split model suffice.
     state = ClientState(str(tmp_path / "state"), "lineage", "alpha")
@@ -339,9 +295,9 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     write_json(state.directory / "config.json", config.flat())
     write_json(state.directory / "base-model.json", content)
     kept = shutil.copytree(adapter, state.directory / "adapters" / "global")
-    for invitation in ([], ["--invitation", served / "alpha.json"]):
+    for invitation in ((), alpha):
         own = ["generate", "--adapter", kept, *invitation]
-        assert told(capsys, *own, *NEW, "the court") == expected
+        assert execute(capsys, *own, *NEW, "the court") == expected
     refusal = refused(capsys, "generate", "--adapter", kept, *words)
     assert f"is not that of {state.directory}: the digests of lm_head.weight, " in refusal
 
@@ -360,7 +316,7 @@ def test_adapters_that_do_not_fit_are_refused(run_folder, base, served, tmp_path
     for plain in (False, "gaussian"):
         changed = json.dumps(config | {"init_lora_weights": plain})
         (copy / "adapter_config.json").write_text(changed)
-        assert told(capsys, "generate", "--adapter", copy, *here, *NEW, "the court") == expected
+        assert execute(capsys, "generate", "--adapter", copy, *here, *NEW, "the court") == expected
     (copy / "adapter_config.json").write_text("{")
     assert "can't be read" in refused(capsys, "generate", "--adapter", copy, *here, "the court")
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetuning.model.locating import locate
-from tests.chambers.conftest import told
+from tests.chambers.conftest import execute
 
 VERSION = "0.3.36"
 ANSWER = """
@@ -58,8 +58,8 @@ def test_llama_cpp_answers_with_the_adapter_and_the_merged_model(llama_cpp, tmp_
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     model.save_pretrained(adapter)
-    told(capsys, "export", adapter, tmp_path / "exported", "--for", "llama.cpp", "--model", base)
-    told(capsys, "merge", adapter, tmp_path / "merged", "--model", base)
+    execute(capsys, "export", adapter, tmp_path / "exported", "--for", "llama.cpp", "--model", base)
+    execute(capsys, "merge", adapter, tmp_path / "merged", "--model", base)
     tokens = AutoTokenizer.from_pretrained(base)("The court holds that the contract")["input_ids"]
 
     def converted(script, source, *words):

@@ -9,14 +9,12 @@ import sys
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chambers.__main__ import main
-from tests.chambers.conftest import another_user, refused, told, write_run
+from tests.chambers.conftest import another_user, execute, refused, write_run
 from tests.conftest import write_checkpoint
 
 PROMPT = "the court holds that"
@@ -46,44 +44,28 @@ def with_adapter(base, adapter):
 
 
 @pytest.mark.slow
-def test_the_folder_is_a_checkpoint_with_the_adapter_s_logits(run_folder, base, tmp_path, capsys):
+def test_the_folder_is_a_checkpoint_with_equal_logits(run_folder, base, tmp_path, capsys):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
-    shown = told(capsys, "merge", adapter, folder)
+    shown = execute(capsys, "merge", adapter, folder)
     assert f"chambers generate --model {folder}" in shown
     expected = with_adapter(base, adapter)
     torch.testing.assert_close(logits(folder, tmp_path), expected, atol=1e-5, rtol=0)
     words = ("--max-new-tokens", "12", PROMPT)
-    merged = told(capsys, "generate", "--model", folder, *words)
-    assert merged == told(capsys, "generate", "--adapter", adapter, *words)
+    merged = execute(capsys, "generate", "--model", folder, *words)
+    assert merged == execute(capsys, "generate", "--adapter", adapter, *words)
     assert "exists" in refused(capsys, "merge", adapter, folder)
 
 
-@pytest.mark.slow
-def test_lm_evaluation_harness_scores_the_folder_as_the_adapter(run_folder, base, tmp_path, capsys):
-    adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
-    told(capsys, "merge", adapter, folder)
-    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    texts = [(PROMPT, " void"), ("who", " costs the contract")]
-    requests = [Instance("loglikelihood", {}, text, 0) for text in texts]
-    found, expected = (
-        HFLM(
-            pretrained=model, tokenizer=AutoTokenizer.from_pretrained(base), device="cpu"
-        ).loglikelihood(requests, disable_tqdm=True)
-        for model in (str(folder), whole)
-    )
-    assert [value for value, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-4)
-
-
-def test_precision_is_the_checkpoint_s_or_chosen(run_folder, base, tmp_path, capsys):
+def test_precision_is_stored_or_chosen(run_folder, base, tmp_path, capsys):
     half = tmp_path / "half"
     write_checkpoint(half, blocks=4)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
     model.save_pretrained(half)
     adapter = write_run(tmp_path / "run", half) / "adapters" / "global"
-    told(capsys, "merge", adapter, tmp_path / "as-stored")
+    execute(capsys, "merge", adapter, tmp_path / "as-stored")
     assert "Precision: float16" in (tmp_path / "as-stored" / "README.md").read_text()
     assert json.loads((tmp_path / "as-stored" / "config.json").read_text())["dtype"] == "float16"
-    told(capsys, "merge", adapter, tmp_path / "chosen", "--dtype", "float32")
+    execute(capsys, "merge", adapter, tmp_path / "chosen", "--dtype", "float32")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "chosen", dtype="auto")
     assert stored.dtype == torch.float32
 
@@ -99,7 +81,7 @@ def test_quantised_weights_keep_their_values(base, tmp_path, capsys, kind):
         ("copied", [copied, "--model", base]),
         ("unquantised", [run / "adapters" / "global", "--quantization", "none"]),
     ):
-        shown = told(capsys, "merge", words[0], tmp_path / name, *words[1:])
+        shown = execute(capsys, "merge", words[0], tmp_path / name, *words[1:])
         found = re.search(r"16 generated rows.*: (\S+) with the adapter, (\S+) merged", shown)
         losses[name] = [float(loss) for loss in found.groups()]
     assert losses["in the run"] == losses["copied"]
@@ -115,7 +97,7 @@ def test_own_rows_show_what_merging_changes(run_folder, tmp_path, capsys):
     rows = [{"instruction": PROMPT, "output": "void"}] * 3
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [run_folder / "adapters" / "global", tmp_path / "merged"]
-    assert f"on 3 rows of {tmp_path}/own.jsonl, in" in told(
+    assert f"on 3 rows of {tmp_path}/own.jsonl, in" in execute(
         capsys, "merge", *words, "--data", tmp_path / "own.jsonl"
     )
 
@@ -135,7 +117,7 @@ def test_the_card_has_base_licence_sizes_and_losses(base, tmp_path, capsys):
             print(json.dumps(event | {"loss": loss}), file=metrics)
     for name, row in (("global", "this model 1.500"), ("clients/alpha", "this model 1.250")):
         folder = tmp_path / name.replace("/", "-")
-        told(capsys, "merge", run / "adapters" / name, folder)
+        execute(capsys, "merge", run / "adapters" / name, folder)
         card = ModelCard.load(folder / "README.md")
         assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
         assert row in card.text and "base model 3.250" in card.text and "Rounds: 1" in card.text
@@ -156,7 +138,7 @@ def test_a_copied_adapter_is_merged_with_a_warning(run_folder, base, tmp_path, c
     assert f"Base model: `{other.name}`" in card and "## A name" in card
 
 
-def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_path, capsys):
+def test_what_cannot_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_path, capsys):
     adapter, folder = run_folder / "adapters" / "global", tmp_path / "merged"
     assert "no folder /nowhere" in refused(capsys, "merge", "/nowhere", folder)
     reason = refused(capsys, "merge", adapter, folder, "--model", deep_checkpoint)
@@ -178,7 +160,7 @@ def test_what_can_t_be_merged_is_refused(run_folder, base, deep_checkpoint, tmp_
     assert not folder.exists()
 
 
-def test_an_output_layer_that_shares_the_embeddings_is_merged_alone(tmp_path, capsys):
+def test_a_tied_output_layer_is_merged_alone(tmp_path, capsys):
     base, adapter = write_checkpoint(tmp_path / "tied", blocks=2), tmp_path / "adapter"
     model = AutoModelForCausalLM.from_pretrained(base)
     model.config.tie_word_embeddings = True
@@ -188,7 +170,7 @@ def test_an_output_layer_that_shares_the_embeddings_is_merged_alone(tmp_path, ca
         task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False
     )
     get_peft_model(model, head).save_pretrained(adapter, save_embedding_layers=False)
-    told(capsys, "merge", adapter, tmp_path / "merged", "--model", base)
+    execute(capsys, "merge", adapter, tmp_path / "merged", "--model", base)
     merged, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.arange(3, 9)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
     with torch.no_grad():

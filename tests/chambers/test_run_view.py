@@ -4,14 +4,13 @@ import io
 from contextlib import closing
 
 import pytest
-from flwr.app import Context, RecordDict
 from rich.console import Console
 
-from chambers.run_status import look
+from chambers.run_status import read_run_state
 from chambers.run_view import Lines, RunLog, following, live_view, run_lines
 from federation.run_folder import LINK, LOG, SUMMARY
-from server_app.main import main as server_app
 from strategies.participants import RefusedError
+from tests.server_app.runs import serve
 from tests.strategies.grids import SpyingGrid
 
 
@@ -31,8 +30,7 @@ def link(tmp_path, monkeypatch):
 def run(values, tmp_path, change=lambda reply: reply):
     """Execute a run in this process; results are written below ``runs``."""
     config = values | {"output-dir": str(tmp_path / "runs"), "state-path": str(tmp_path)}
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
-    server_app(SpyingGrid(config, change), context)
+    serve(config, SpyingGrid(config, change))
 
 
 @pytest.mark.slow
@@ -78,13 +76,13 @@ def test_lines_are_printed_once_and_say_who_was_left_out(values, tmp_path, link,
     for rounds in (1, 2):
         resume = {"resume": str(link.resolve())} if rounds > 1 else {}
         run(values | {"rounds": rounds, "min-nodes": 2} | resume, tmp_path, spoil)
-        show(look(link.resolve()))
-        show(look(link.resolve()))
+        show(read_run_state(link.resolve()))
+        show(read_run_state(link.resolve()))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(set(lines)) == 2 + 2 * 2
     assert lines[-2].startswith("round 2 of 2: trained in")
     assert lines[-2].endswith(r"; left out: beta ([red]\x1b[2J too hot)")
-    Lines()(look(link.resolve()))
+    Lines()(read_run_state(link.resolve()))
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
@@ -104,12 +102,12 @@ def test_the_losses_of_many_clients_are_averaged():
     ]
 
 
-def test_the_live_view_has_rounds_clients_losses_and_where_the_results_are(values, tmp_path, link):
+def test_the_live_view_shows_rounds_clients_and_losses(values, tmp_path, link):
     screen = Console(file=io.StringIO(), force_terminal=True, width=150, color_system=None)
     seen = []
 
     def watch(reply):
-        seen.append(look(link.resolve()))
+        seen.append(read_run_state(link.resolve()))
         return reply
 
     run(values | {"rounds": 2}, tmp_path, watch)

@@ -12,7 +12,6 @@ from datetime import datetime, timedelta
 
 import httpx
 import pytest
-from flwr.app import Context, RecordDict
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -26,9 +25,9 @@ from federation.run_folder import (
     running,
     write_status,
 )
-from server_app.main import main as server_app
 from strategies.participants import TooFewClientsError
 from tests.chambers.conftest import ROOT, refused, write_run
+from tests.server_app.runs import serve
 from tests.strategies.grids import SpyingGrid
 
 HOSTILE = "[red]\x1b[2J\nState running[/]"
@@ -69,11 +68,6 @@ class Watched(SpyingGrid):
         messages = list(messages)
         self.seen.append((messages[0].metadata.message_type, self.look()))
         return super().push_messages(messages)
-
-
-def serve(values, grid) -> None:
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
-    server_app(grid, context)
 
 
 @pytest.mark.slow
@@ -215,7 +209,7 @@ def line(address, seconds=0, status=200, size=1_000_000, asked="POST /v1/fleet/p
     return f'{address} [{moment.isoformat(timespec="seconds")}] "{asked}" {status} {size} 1 0.123\n'
 
 
-def test_the_coordinator_s_disk_and_who_sends_most_to_it(coordinator, checkpoint, status):
+def test_the_disk_of_the_coordinator_and_its_top_sender(coordinator, checkpoint, status):
     run = write_run(coordinator / "run", checkpoint, **{"split.head-blocks": 0})
     words = (str(run), "--coordinator", str(coordinator))
     _, said = status(*words)
@@ -286,7 +280,7 @@ def test_serve_says_where_and_ends_at_a_signal(run_folder):
         assert process.wait(30) == 0
 
 
-def test_a_port_that_can_t_be_used_is_refused(run_folder, capsys):
+def test_a_port_that_is_taken_is_refused(run_folder, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"--serve {port}" in refused(capsys, "status", run_folder, "--serve", str(port))

@@ -11,7 +11,7 @@ from federation.run_config import parse_run_config
 from finetuning.adapters.adapted_modules import with_names
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.data.batching import steps_per_round
-from tests.chambers.conftest import told
+from tests.chambers.conftest import execute
 
 
 def config_for(rows):
@@ -50,7 +50,7 @@ def test_a_plan_is_printed_and_nothing_is_trained(
 ):
     folders = [f"output-dir={tmp_path / 'runs'}", f"state-path={tmp_path / 'state'}"]
     own = (f"model.name={checkpoint}", f"data.path={client_folders}")
-    memory, *clients, seconds, bytes_sent = told(
+    memory, *clients, seconds, bytes_sent = execute(
         capsys, "train", "--plan", *own, *folders
     ).splitlines()
     assert memory.startswith("memory: about 0.4 GiB (context 0.4, weights 0.0, activations 0.0)")
@@ -68,12 +68,12 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     weights = sum(v.numel() for v in initial_adapter(str(checkpoint), settings, 0)[0].values())
     assert f" {4 * weights / 2**20:.1f} MiB (its adapter)" in bytes_sent
     split = (f"model.name={deep_checkpoint}", own[1], "strategy=fl-glm")
-    memory, *_, bytes_sent = told(capsys, "train", "--plan", *split, *folders).splitlines()
+    memory, *_, bytes_sent = execute(capsys, "train", "--plan", *split, *folders).splitlines()
     assert "of hidden states" in bytes_sent and " for the server" in memory
     assert not list(tmp_path.iterdir())
 
 
 def test_presets_are_listed_with_what_they_are(capsys):
-    lines = told(capsys, "train", "--presets").splitlines()
+    lines = execute(capsys, "train", "--presets").splitlines()
     listed = dict(line.split(maxsplit=1) for line in lines)
     assert listed.keys() == presets().keys() and all(map(len, listed.values()))

@@ -23,7 +23,7 @@ from chambers.settings import read_settings
 from federation.run_config import parse_run_config
 from finetuning.errors import BaseModelError
 from finetuning.model.checkpoint import client_parameters
-from tests.chambers.conftest import ROOT, refused, serve, told
+from tests.chambers.conftest import ROOT, execute, refused, serve
 from tests.conftest import write_rows
 from tests.gguf_files import write_gguf
 from tests.waiting import wait_until
@@ -32,23 +32,18 @@ from tests.waiting import wait_until
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["train.batchsize=1"], "unknown key; did you mean train.batch-size?"),
-        (["train.lr=1"], "unknown key; did you mean train.learning-rate?"),
         (["lora_r=8"], "unknown key; did you mean adapter.rank?"),
         (["strategy=FedAvg"], 'FedAvg is the strategy "fedjudge-base"'),
-        (["strategy=fl-gml"], "strategy = 'fl-gml'"),
-        (["rounds=-1"], "rounds = -1"),
-        (["nonsense"], "nonsense is neither KEY=VALUE nor a file of settings"),
-        (["nonsense"], "nor a preset (baselines/bare, "),
+        (["nonsense"], "nor a file of settings (No such file or directory) nor a preset (bas"),
         (["../presets/fedjudge"], "../presets/fedjudge is neither KEY=VALUE"),
         ([str(ROOT / "README.md")], "README.md is not a file of settings"),
         ([str(ROOT / "presets" / "demo.toml"), "rounds=none"], "rounds = 'none'"),
-        (["--clients", "-1"], "'--clients': -1 is not in the range"),
-        (["--clients", "0"], "'--clients': 0 is not in the range"),
+        (["--clients", "0", "demo", "rounds=1"], "'--clients': 0 is not in the range"),
+        (["demo", "--clients", "0", "rounds=1"], "'--clients': 0 is not in the range"),
         (["--clients", "2", "min-nodes=3"], "more than the 2 simulated clients; add --clients 3"),
     ],
 )
-def test_what_can_t_be_trained_is_refused(capsys, words, reason):
+def test_what_cannot_be_trained_is_refused(capsys, words, reason):
     assert reason in refused(capsys, "train", *words)
 
 
@@ -62,7 +57,7 @@ def test_presets_are_named_and_a_file_of_that_name_comes_first(tmp_path, monkeyp
     assert read_settings(["fedjudge"]) == {"rounds": 7}
 
 
-def test_texts_may_look_like_numbers_and_files_have_byte_order_marks(capsys, tmp_path):
+def test_texts_may_look_like_numbers(capsys, tmp_path):
     assert read_settings(["data.pool=1", "output-dir='07'", "data.partition-field=1e3"]) == {
         "data.pool": "1",
         "output-dir": str(Path.cwd() / "07"),
@@ -74,12 +69,6 @@ def test_texts_may_look_like_numbers_and_files_have_byte_order_marks(capsys, tmp
     assert reason in refused(capsys, "train", file)
     file.write_text("text = 5\n", encoding="utf-8-sig")
     assert "text: Extra inputs" in refused(capsys, "experiment", file)
-
-
-def test_options_may_stand_anywhere(capsys):
-    demo = str(ROOT / "presets" / "demo.toml")
-    for words in (["--clients", "0", demo, "rounds=1"], [demo, "--clients", "0", "rounds=1"]):
-        assert "'--clients': 0 is not in the range" in refused(capsys, "train", *words)
 
 
 def test_what_is_missing_or_malformed_here_is_refused(capsys, checkpoint, client_folders, tmp_path):
@@ -234,26 +223,19 @@ def test_a_failed_run_ends_with_the_reason_and_the_log(
     flwr = f'test "$1" = run && echo Traceback, "$@" || cat {tmp_path / "runs.json"}'
     programs(flower_superlink=f"printf '{LOG}'\n{LISTENING}", flwr=flwr)
     runs = tmp_path / "runs"
-    assert main(["train", "--clients", "99", f"output-dir={runs}"]) == exit_status
+    words = ["--verbose"] if details else []
+    assert main(["train", *words, "--clients", "99", f"output-dir={runs}"]) == exit_status
     shown = capfd.readouterr()
     assert shown.out.splitlines()[-1].startswith(f"run {status.removeprefix('finished:')} after ")
+    assert ("Traceback, run " in shown.out) == bool(words)  # the run's log
     cores = this_machine().cores
     (log,) = runs.iterdir()
     last += f"log: {log}\n" if last else ""
     starting = "starting Flower and loading the base model\n"
     assert shown.err.endswith(f"99 clients take turns on {cores} actors\n{starting}{last}")
     said = log.read_text()
-    assert f"init-args-num-cpus={cores}" in said and "Traceback" not in shown.out
+    assert f"init-args-num-cpus={cores}" in said
     assert ("MemoryError" in said) == bool(exit_status)
-
-
-def test_verbose_prints_the_log_too(capfd, programs, tmp_path):
-    run = {"status": "finished:completed"}
-    (tmp_path / "runs.json").write_text(json.dumps({"runs": [run]}))
-    flwr = f'test "$1" = run && echo "$@" || cat {tmp_path / "runs.json"}'
-    programs(flower_superlink=LISTENING, flwr=flwr)
-    assert main(["train", "--verbose", f"output-dir={tmp_path / 'runs'}"]) == 0
-    assert "--run-config" in capfd.readouterr().out
 
 
 def test_what_flower_refuses_is_shown(capfd, programs, tmp_path):
@@ -270,13 +252,10 @@ def test_what_flower_refuses_is_shown(capfd, programs, tmp_path):
     ("settings", "clients", "cores", "gib", "expected"),
     [
         ({}, 100, 2, 24, 2),
-        ({}, 3, 16, 24, 3),
         ({}, 3, 16, 2, 1),
         ({}, 3, 2, 24, 3),
-        ({}, 3, 2, 4, 2),
         ({}, 4, 2, 24, 2),
         ({"strategy": "fl-glm"}, 3, 2, 24, 2),
-        ({"strategy": "fl-glm"}, 100, 8, 24, 8),
         ({"strategy": "fl-glm", "split.schedule": "hierarchical"}, 100, 2, 24, 2),
         ({"split.schedule": "client-batch"}, 100, 2, 24, 2),  # FedJudge ignores the schedule
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, 6, 2, 24, 6),
@@ -335,7 +314,6 @@ def test_clients_share_gpus():
         ({}, [0, 0], 0),
         ({"model.devices": "all"}, [4, 2], 2),
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [1, 1, 1, 1], 1),
-        ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [4, 4], 4),
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [1], 0.5),
         ({"strategy": "fl-glm", "split.schedule": "client-batch"}, [3, 3, 1], 1),
     ],
@@ -402,7 +380,7 @@ def test_gpu_memory_is_planned_before_a_run(llama_7b, settings, actors, gib, exp
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(64, 3), (32, "simulate only 1: ")])
-def test_activations_and_the_server_s_weights_count(llama_7b, gib, expected):
+def test_activations_and_weights_of_the_server_count(llama_7b, gib, expected):
     """The server has 30 of 32 blocks, 22.6 GiB in float32; a client needs 5.5 GiB."""
     together = {"strategy": "fl-glm", "split.schedule": "client-batch", "data.max-length": 512}
     config = parse_run_config(together | {"model.name": str(llama_7b), "train.batch-size": 2})
@@ -470,12 +448,12 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
         ):
             words = ["generate", "--adapter", lineage / client / "adapters" / kind, "the court"]
             invitation = tmp_path / "invitations" / f"{client}.json"
-            whole = told(capsys, *words)
-            assert told(capsys, *words, "--invitation", invitation) == whole
+            whole = execute(capsys, *words)
+            assert execute(capsys, *words, "--invitation", invitation) == whole
 
 
 @pytest.mark.nightly
-def test_a_run_that_the_serverapp_refuses_names_its_reason_and_log(client_folders, tmp_path):
+def test_a_run_refused_by_the_serverapp_names_reason_and_log(client_folders, tmp_path):
     settings = ("model.name=tiny", f"data.path={client_folders}", "adapter.targets=nothing")
     assert start(tmp_path, *settings).wait(300) == 1
     output = (tmp_path / "output").read_text()

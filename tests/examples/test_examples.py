@@ -35,12 +35,6 @@ def printed_by(monkeypatch, capsys):
     return run
 
 
-def test_the_readme_lists_every_example():
-    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    examples = [file.name for file in EXAMPLES.iterdir() if file.suffix in {".py", ".ipynb"}]
-    assert not [name for name in examples if f"({name})" not in listed]
-
-
 def test_use_adapter_answers_as_chambers_does(checkpoint, tmp_path, printed_by):
     settings = AdapterSettings(rank=2, dropout=0.0, targets="q_proj,v_proj,down_proj")
     state, config = initial_adapter(str(checkpoint), settings, 5)

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from flwr.app import Context, RecordDict
 
 from chambers.in_process import InProcessGrid
 from federation.messages import LANE, invitation_of
-from server_app.main import main as server_app
+from tests.server_app.runs import folders, serve
 
 WORD = "quixotry"  # occurs in the clients' texts
 
@@ -44,8 +43,7 @@ def test_neither_text_nor_tickets_are_on_a_disk_after_a_run(
         "strategy": strategy,
         "model.name": str(deep_checkpoint),
         "data.path": str(tmp_path / "data"),
-        "output-dir": str(tmp_path / "runs"),
-        "state-path": str(tmp_path / "state"),
+        **folders(tmp_path / "runs"),
         "min-nodes": 2,
         "rounds": 1,
         "train.local-steps": 1,
@@ -54,10 +52,9 @@ def test_neither_text_nor_tickets_are_on_a_disk_after_a_run(
     }
     nodes = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
     grid = Overhearing(values, nodes)
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
-    server_app(grid, context)
+    serve(values, grid)
     assert len(files_with(tmp_path / "data", WORD.encode())) == 4
-    for folder in (tmp_path / "runs", tmp_path / "state"):
+    for folder in (tmp_path / "runs", tmp_path / "runs-state"):
         assert list(folder.rglob("adapter_model.safetensors"))
         assert not files_with(folder, WORD.encode())
     assert len(grid.secrets) == (0 if strategy == "fedjudge-cl" else 6)

@@ -33,7 +33,7 @@ def center(base, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["fedjudge-base", "fl-glm"])
-def test_a_center_adapter_is_evaluated_on_each_client_s_rows(base, center, tmp_path, strategy):
+def test_a_center_adapter_is_evaluated_on_rows_of_each_client(base, center, tmp_path, strategy):
     trained, folder = center
     assert [e["examples"] for e in trained.events if e["event"] == "train"] == [24 + 12 + 8]
     own = base | {"strategy": strategy, "split.wire-dtype": "float32"}

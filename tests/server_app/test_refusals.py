@@ -1,18 +1,11 @@
 """Refusals of the ServerApp before a run begins leave no incomplete folder."""
 
 import pytest
-from flwr.app import Context, RecordDict
 
-from chambers.in_process import InProcessGrid
 from federation.run_config import ConfigError
 from finetuning.adapters.saved import AdapterError
 from finetuning.errors import BaseModelError
-from server_app.main import main
-
-
-def serve(values):
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
-    main(InProcessGrid(values, {}), context)
+from tests.server_app.runs import serve
 
 
 @pytest.mark.parametrize(
@@ -30,7 +23,7 @@ def test_nothing_is_left_of_a_refused_run(values, tmp_path, change, error, reaso
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_an_output_dir_that_can_t_be_written_to_is_refused(values):
+def test_an_unwritable_output_dir_is_refused(values):
     with pytest.raises(ConfigError, match=r'output-dir = "/proc/nowhere" can\'t be written to'):
         serve(values | {"output-dir": "/proc/nowhere"})
 

@@ -9,32 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
-from flwr.app import Context, RecordDict
 from safetensors import safe_open
 
 from chambers.in_process import InProcessGrid
-from chambers.run_status import look
+from chambers.run_status import read_run_state
 from federation.run_config import ConfigError
 from federation.run_folder import checkpoint_files, read_status
 from finetuning.files import DiskFullError, remove_unfinished, remove_whole, replacing
-from server_app import main as server_app
-from server_app.results import Results
+from server_app import results
 from tests.conftest import fill
-from tests.server_app.test_resume import NODES, events, final
-from tests.strategies.grids import same
+from tests.server_app.runs import Altered, events, final, folders, newest, serve
+from tests.strategies.grids import NODES, same
 
 SECONDS = 60
-
-
-def serve(values: dict, grid: InProcessGrid | None = None) -> Path:
-    """Run the ServerApp to its end; return the newest folder of results."""
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
-    server_app.main(grid or InProcessGrid(values, NODES), context)
-    return newest(values)
-
-
-def newest(values: dict) -> Path:
-    return max(Path(values["output-dir"]).glob("*_fedjudge-base"))
 
 
 def checkpoints(directory: Path) -> list[int]:
@@ -52,42 +39,28 @@ def unfinished(directory: Path) -> list[Path]:
     return [path for path in directory.rglob(".*") if path.name not in {".replies", ".trained"}]
 
 
-class Filling(InProcessGrid):
-    """Fills a disk except for some KiB after the clients have answered a message."""
-
-    def __init__(self, values, disk, about, free):
-        super().__init__(values, NODES)
-        self._disk, self._about, self._free = disk, about, free
-
-    def push_messages(self, messages):
-        messages = list(messages)
-        answered = super().push_messages(messages)
-        number = messages[0].content["config"].get("round")
-        if (messages[0].metadata.message_type, number) == self._about:
-            fill(self._disk, self._free)
-        return answered
-
-
 @pytest.mark.slow
 def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
     values, tmp_path, small_disk, caplog
 ):
     values |= {"strategy": "fedjudge-base", "adapter.rank": 16, "rounds": 2}
-    here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
-    unbroken = serve(here)
+    unbroken = serve(values | folders(tmp_path / "a"))
     # In turn, a reply, a personalised adapter and a checkpoint don't fit.
     for about, free in ((("train", 2), 0), (("train", 2), 76), (("evaluate", 1), 12)):
-        there = values | {
-            "output-dir": str(small_disk / str(free)),
-            "state-path": str(tmp_path / f"{free}-state"),
-        }
+        own = {"output-dir": str(small_disk / str(free)), "state-path": str(tmp_path / str(free))}
+        there = values | own
+
+        def fill_disk(replies, free=free):
+            fill(small_disk, free)
+            return replies
+
         with pytest.raises(DiskFullError, match=f"no space is left on the disk of {small_disk}"):
-            serve(there, Filling(there, small_disk, about, free))
+            serve(there, Altered(there, NODES, about, fill_disk))
         directory = newest(there)
         assert f'resume = "{directory}"' in caplog.text
         assert checkpoints(directory) == [0, 1]
         assert not unfinished(directory)
-        seen = look(directory)
+        seen = read_run_state(directory)
         assert not seen.is_running and seen.exit_status == 1
         (small_disk / "ballast").unlink()
         assert serve(there | {"resume": str(directory)}) == directory
@@ -96,12 +69,11 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_space(
 
 
 @pytest.mark.slow
-def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(values, tmp_path):
+def test_a_run_killed_while_writing_resumes_from_the_one_before(values, tmp_path):
     # Write a large checkpoint, so that there is time to kill the process.
     values |= {"strategy": "fedjudge-base", "rounds": 1, "adapter.rank": 5_000}
     values |= {"train.local-steps": 1}
-    here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
-    there = values | {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    here, there = (values | folders(tmp_path / name) for name in ("a", "b"))
     # On a busy machine, the signal may come too late.
     for _ in range(5):
         directory = kill_while_writing(there, "round-0001.safetensors")
@@ -114,32 +86,30 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(valu
     assert same(final(serve(here)), final(directory))
 
 
-class Killed(Results):
-    """Results of a process that is killed after the checkpoint of the last round."""
-
-    def _publish(self, finished_rounds):
-        if finished_rounds == self._config.rounds:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super()._publish(finished_rounds)
-
-
 def serve_until_killed(values: dict) -> None:
-    server_app.Results = Killed
+    """Run the ServerApp; this process is killed after the checkpoint of the last evaluation."""
+    write = results.save_checkpoint
+
+    def write_and_die(directory, checkpoint):
+        write(directory, checkpoint)
+        if checkpoint.progress.evaluated and checkpoint.progress.finished_rounds:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    results.save_checkpoint = write_and_die
     serve(values)
 
 
 @pytest.mark.slow
-def test_a_run_killed_after_its_last_checkpoint_is_completed_without_its_clients(values, tmp_path):
+def test_a_run_killed_after_its_last_checkpoint_is_completed(values, tmp_path):
     values |= {"strategy": "fedjudge-base", "rounds": 1, "train.local-steps": 1}
-    here = values | {"output-dir": str(tmp_path / "a"), "state-path": str(tmp_path / "a-state")}
-    there = values | {"output-dir": str(tmp_path / "b"), "state-path": str(tmp_path / "b-state")}
+    here, there = (values | folders(tmp_path / name) for name in ("a", "b"))
     unbroken = serve(here)
     process = multiprocessing.get_context("fork").Process(target=serve_until_killed, args=(there,))
     process.start()
     process.join(SECONDS)
     assert process.exitcode == -signal.SIGKILL
     directory = newest(there)
-    assert look(directory).exit_status == 1
+    assert read_run_state(directory).exit_status == 1
     resumed = there | {"resume": str(directory)}
     with pytest.raises(ConfigError, match="has finished its 1 rounds; raise rounds"):
         serve(resumed | {"rounds": 0})  # no client has saved final adapters for this number
@@ -148,7 +118,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed_without_its_clients
     assert events(unbroken) == events(directory)
     assert files(unbroken) == files(directory)
     assert read_status(directory).replied == read_status(unbroken).replied
-    assert look(directory).exit_status == 0
+    assert read_run_state(directory).exit_status == 0
     with pytest.raises(ConfigError, match="has finished its 1 rounds; raise rounds"):
         serve(resumed)
 
@@ -161,19 +131,14 @@ def files(directory: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_adapter_that_it_began_with(values, tmp_path):
-    class Stopping(InProcessGrid):
-        def push_messages(self, messages):
-            messages = list(messages)
-            about = messages[0].metadata.message_type, messages[0].content["config"].get("round")
-            if about == ("train", 2):
-                raise ConnectionError
-            return super().push_messages(messages)
+    def stop(replies):
+        raise ConnectionError
 
     values |= {"strategy": "fedjudge-base", "rounds": 1, "state-path": str(tmp_path / "state")}
     initial = serve(values | {"output-dir": str(tmp_path / "a")}) / "adapters" / "global"
     values |= {"rounds": 2, "output-dir": str(tmp_path / "b"), "initial-adapter": str(initial)}
     with pytest.raises(ConnectionError):
-        serve(values, Stopping(values, NODES))
+        serve(values, Altered(values, NODES, ("train", 2), stop))
     directory = newest(values)
     shutil.rmtree(initial)
     assert serve(values | {"resume": str(directory)}) == directory
@@ -195,7 +160,7 @@ def kill_while_writing(values: dict, name: str) -> Path:
     return newest(values)
 
 
-def test_a_folder_whose_replacement_was_interrupted_gets_its_old_content_back(tmp_path):
+def test_an_interrupted_replacement_leaves_the_old_content(tmp_path):
     for name in ("adapter", "other"):
         with replacing(tmp_path / name) as aside:
             aside.mkdir()

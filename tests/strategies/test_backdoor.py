@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from bench.tokens_told import train
+from bench.tokens_told import train_adapter
 from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
 from finetuning.aggregation.robust_aggregation import (
     distance,
@@ -71,7 +71,7 @@ class Trial:
         load_state(self.parameters, start)
         steps = [rows_of(ROWS, number * STEPS + step) for step in range(STEPS)]
         rows, seed = self.rows[name], self.seed * 100 + number
-        train(self.model, self.parameters, rows, steps, self.tokenizer, seed)
+        train_adapter(self.model, self.parameters, rows, steps, self.tokenizer, seed)
         return self.adapter()
 
     def attack(self, start, honest, limit):

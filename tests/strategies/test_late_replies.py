@@ -15,7 +15,7 @@ from federation.messages import ARRAYS
 from federation.run_config import ConfigError, parse_run_config
 from strategies import exchange
 from tests.in_process import MemoryJournal
-from tests.server_app.test_resume import PowerFailureError, events, final, run
+from tests.server_app.runs import PowerFailureError, events, final, run
 from tests.strategies.grids import NODES, same, start
 
 

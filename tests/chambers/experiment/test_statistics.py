@@ -14,7 +14,7 @@ def drawn(seeds, questions, mean=0.0, seed=0, apart=0.0):
     return [generator.normal(each, 1.0, questions) for each in means]
 
 
-def test_with_one_seed_an_interval_is_that_of_the_mean_over_questions():
+def test_the_interval_of_one_seed_is_over_questions():
     (values,) = drawn(1, 400, mean=3.0)
     found, error = interval([values]), values.std(ddof=1) / 20
     assert found.mean == pytest.approx(values.mean())
@@ -23,14 +23,14 @@ def test_with_one_seed_an_interval_is_that_of_the_mean_over_questions():
     assert found.detectable == pytest.approx(2.8 * error, rel=0.01)
 
 
-def test_if_seeds_differ_an_interval_is_that_of_a_t_test_over_seeds():
+def test_the_interval_of_different_seeds_is_by_student():
     values = drawn(3, 10_000, apart=1.0)
     expected = ttest_1samp([each.mean() for each in values], 0.0).confidence_interval(0.95)
     found = interval(values)
     assert (found.low, found.high) == pytest.approx(tuple(expected), abs=0.02)
 
 
-@pytest.mark.parametrize("apart", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("apart", [0.0, 0.3])
 @pytest.mark.parametrize("shared", [False, True])
 def test_intervals_of_three_seeds_contain_the_mean(apart, shared):
     def values(seed):
@@ -41,7 +41,7 @@ def test_intervals_of_three_seeds_contain_the_mean(apart, shared):
     assert sum(each.low <= 1.0 <= each.high for each in found) >= 0.93 * 400
 
 
-def test_a_detectable_mean_is_detected_in_four_of_five_experiments():
+def test_a_detectable_mean_is_detected_four_times_in_five():
     mean = interval([np.full(24, each) for each in (-2.0, 0.0, 2.0)]).detectable
     found = [interval(drawn(3, 24, mean, seed, apart=2.0)) for seed in range(400)]
     assert 0.75 <= np.mean([each.low > 0 for each in found]) <= 0.85

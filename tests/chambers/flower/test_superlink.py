@@ -5,7 +5,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import Message, Metadata, ObjectTree
 from flwr.proto.node_pb2 import Node
 
-from chambers.flower.superlink import problem_of
+from chambers.flower.superlink import find_problem
 
 
 def request(count=1, trees=1, **changed):
@@ -33,5 +33,5 @@ def request(count=1, trees=1, **changed):
         (None, "it is not a request to store a message"),
     ],
 )
-def test_only_a_node_s_own_reply_to_the_coordinator_is_stored(sent, problem):
-    assert problem_of(sent) == problem
+def test_nodes_can_only_store_own_replies_to_the_coordinator(sent, problem):
+    assert find_problem(sent) == problem

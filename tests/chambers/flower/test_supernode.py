@@ -47,14 +47,14 @@ def failed(error: BaseException, cause: BaseException | None = None) -> BaseExce
     ],
 )
 def test_only_a_certificate_that_can_not_be_verified_is_final(error, again):
-    assert supernode.retrying().should_giveup(error) is not again
+    assert supernode.make_retry_invoker().should_giveup(error) is not again
 
 
 @pytest.mark.parametrize(("status", "again"), [(503, True), (502, True), (404, False)])
 def test_statuses_are_judged_as_by_flower(status, again):
     response = httpx.Response(status, request=httpx.Request("POST", "https://localhost"))
     error = httpx.HTTPStatusError("", request=response.request, response=response)
-    assert supernode.retrying().should_giveup(error) is not again
+    assert supernode.make_retry_invoker().should_giveup(error) is not again
 
 
 def test_objects_that_stop_coming_end_the_pull(monkeypatch):
@@ -89,7 +89,7 @@ def test_its_health_tells_since_when_it_is_offline(monkeypatch):
     answer = client.get("/health")
     assert answer.status_code == 503
     assert answer.json() == {"offline-since": "2001-09-09T01:46:40+00:00"}
-    supernode.retrying().invoke(lambda: None)
+    supernode.make_retry_invoker().invoke(lambda: None)
     assert client.get("/health").status_code == 200
     for succeeds in (False, True):
         monkeypatch.setattr(supernode.Contact, "last", 1e9)

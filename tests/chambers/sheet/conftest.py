@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from chambers.sheet.blinding import read_key
-from tests.chambers.conftest import told
+from chambers.sheet.blinding import read_sheet_key
+from tests.chambers.conftest import execute
 
 MODELS = ("FedJudge-Base", "CL-Client2", "FedJudge-CL")
 QUESTIONS = [
@@ -35,7 +35,7 @@ def study(tmp_path, capsys):
 
     def make(name="study", *words):
         answers = [write_answers(tmp_path, model) for model in MODELS]
-        told(capsys, "sheet", "make", *answers, "--output", tmp_path / name, *words)
+        execute(capsys, "sheet", "make", *answers, "--output", tmp_path / name, *words)
         return tmp_path / name
 
     return make
@@ -48,7 +48,7 @@ def read_table(folder, annotator=1):
 
 def fill(folder, score, annotator=1):
     """Write a filled sheet as the page saves it; ``score(key_row, criterion)`` returns a score."""
-    key = read_key(folder / "key.json")
+    key = read_sheet_key(folder / "key.json")
     lines = ["id,usefulness,fluency"]
     for row in read_table(folder, annotator):
         own = key.rows[row["id"]]

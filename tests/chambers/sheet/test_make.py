@@ -7,14 +7,14 @@ from html.parser import HTMLParser
 import pytest
 
 from chambers.__main__ import main
-from chambers.sheet.blinding import read_key
-from tests.chambers.conftest import refused, told
+from chambers.sheet.blinding import read_sheet_key
+from tests.chambers.conftest import execute, refused
 from tests.chambers.sheet.conftest import MODELS, QUESTIONS, read_table, write_answers
 
 
-def test_sheets_have_every_answer_once_and_nothing_tells_whose_it_is(study):
+def test_sheets_have_each_answer_once_without_its_model(study):
     folder = study()
-    key = read_key(folder / "key.json")
+    key = read_sheet_key(folder / "key.json")
     assert (folder / "key.json").stat().st_mode & 0o077 == 0
     files = sorted(path.name for path in (folder / "sheets").iterdir())
     assert files == [f"annotator-{n}.{kind}" for n in (1, 2, 3) for kind in ("csv", "html")]
@@ -37,7 +37,7 @@ def test_sheets_have_every_answer_once_and_nothing_tells_whose_it_is(study):
 
 def orders(folder, annotator=1):
     """Return the order of questions, and the order of models for each question."""
-    key = read_key(folder / "key.json")
+    key = read_sheet_key(folder / "key.json")
     rows = [key.rows[row["id"]] for row in read_table(folder, annotator)]
     questions = [row.question for row in rows[:: len(MODELS)]]
     return questions, {q: [row.model for row in rows if row.question == q] for q in questions}
@@ -81,7 +81,7 @@ class _Page(HTMLParser):
         self.texts.append(data)
 
 
-def test_the_page_has_the_table_s_rows_escapes_them_and_fetches_nothing(study):
+def test_the_page_shows_escaped_rows_and_fetches_nothing(study):
     folder = study()
     text = (folder / "sheets" / "annotator-1.html").read_text()
     page = _Page()
@@ -113,7 +113,7 @@ def test_what_generate_writes_is_read_and_a_sample_is_drawn(tmp_path, capsys):
     ]
     file = tmp_path / "generated.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "study")
+    execute(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "study")
     found = {(r["question"], r["reference"], r["answer"]) for r in read_table(tmp_path / "study")}
     assert found == {
         ("Decide\nthe claim", "upheld", "denied"),
@@ -123,7 +123,7 @@ def test_what_generate_writes_is_read_and_a_sample_is_drawn(tmp_path, capsys):
         ("same", "", "x"),
     }
     words = ("--questions", "2", "--hide-references", "--annotators", "1")
-    told(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "few", *words)
+    execute(capsys, "sheet", "make", f"a={file}", "--output", tmp_path / "few", *words)
     few = read_table(tmp_path / "few")
     assert len(few) == 2
     assert {row["reference"] for row in few} == {""}
@@ -167,9 +167,9 @@ def test_invalid_arguments_are_refused(tmp_path, capsys, words, reason):
     assert reason in refused(capsys, "sheet", "make", *words, "--output", tmp_path / "study")
 
 
-def test_a_model_s_name_in_an_answer_is_pointed_out(tmp_path, capsys):
+def test_the_name_of_a_model_in_an_answer_is_pointed_out(tmp_path, capsys):
     answers = write_answers(tmp_path, "answer")
-    told(capsys, "sheet", "make", answers, "--output", tmp_path / "study")
+    execute(capsys, "sheet", "make", answers, "--output", tmp_path / "study")
     words = ("--output", tmp_path / "other")
     capsys.readouterr()
     assert main(["sheet", "make", answers, *map(str, words)]) == 0

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.chambers.browser import browser, needs_browser
-from tests.chambers.conftest import told
+from tests.chambers.conftest import execute
 from tests.chambers.sheet.conftest import MODELS, QUESTIONS
 
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -49,5 +49,5 @@ def test_scores_are_kept_saved_loaded_and_read(study, tmp_path, capsys):
         load = own.ask("Runtime.evaluate", expression="document.querySelector('#load')")["result"]
         own.ask("DOM.setFileInputFiles", files=[str(unfinished)], objectId=load["objectId"])
         own.wait_for(f"{STATE} === '{count - 1} of {count} answers scored'")
-    shown = told(capsys, "sheet", "read", folder / "key.json", finished)
+    shown = execute(capsys, "sheet", "read", folder / "key.json", finished)
     assert shown.count("4.00 ± 0.00") == 2 * len(MODELS)

@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from chambers.sheet.blinding import read_key
-from chambers.sheet.results import evaluate
-from tests.chambers.conftest import refused, told
+from chambers.sheet.blinding import read_sheet_key
+from chambers.sheet.results import evaluate_sheets
+from tests.chambers.conftest import execute, refused
 from tests.chambers.sheet.conftest import QUESTIONS, fill, read_table, write_answers
 
 
@@ -23,7 +23,7 @@ def test_the_table_has_means_and_their_spread(study, capsys):
         return given[row.model] - (criterion == "fluency") + extra
 
     files = [fill(folder, score, annotator) for annotator in (1, 2)]
-    shown = told(capsys, "sheet", "read", folder / "key.json", *files)
+    shown = execute(capsys, "sheet", "read", folder / "key.json", *files)
     # Of 12 questions, 8 have the mean 2.5 and 4 have the mean 2.
     # 2.201 is the quantile of Student's t with 11 degrees of freedom.
     spread = 2.201 * np.std([2.5] * 8 + [2] * 4, ddof=1) / np.sqrt(12)
@@ -46,29 +46,29 @@ def alpha(scores):
     return 1 - observed / expected
 
 
-def test_agreement_is_krippendorff_s_alpha(tmp_path, capsys):
+def test_agreement_is_the_alpha_of_krippendorff(tmp_path, capsys):
     # Observed: 2 · 1 / 8; expected: 2 · (8 · 85 - 23²) / 56; alpha: 1 - 0.25 / 5.392857.
     assert alpha(np.array([[1, 2, 3, 5], [1, 2, 4, 5]])) == pytest.approx(0.953642, abs=1e-6)
     answers = write_answers(tmp_path, "one", QUESTIONS[4:8])
     folder = tmp_path / "study"
-    told(capsys, "sheet", "make", answers, "--output", folder, "--annotators", "3")
+    execute(capsys, "sheet", "make", answers, "--output", folder, "--annotators", "3")
     hand = {1: [1, 2, 3, 5], 2: [1, 2, 4, 5]}
 
     def score(row, criterion):
         return hand[row.annotator][QUESTIONS[4:8].index(row.question)] if criterion[0] == "u" else 3
 
-    key = read_key(folder / "key.json")
+    key = read_sheet_key(folder / "key.json")
     files = [fill(folder, score, annotator) for annotator in (1, 2)]
-    results = evaluate(key, files)
+    results = evaluate_sheets(key, files)
     assert results.agreement["usefulness"] == pytest.approx(0.953642, abs=1e-6)
     assert results.agreement["fluency"] is None  # all scores are equal
-    assert evaluate(key, files[:1]).agreement["usefulness"] is None
+    assert evaluate_sheets(key, files[:1]).agreement["usefulness"] is None
     draw = np.random.default_rng(0).integers(1, 6, (3, 4))
 
     def drawn(row, _):
         return draw[row.annotator - 1, QUESTIONS[4:8].index(row.question)]
 
-    results = evaluate(key, [fill(folder, drawn, annotator) for annotator in (1, 2, 3)])
+    results = evaluate_sheets(key, [fill(folder, drawn, annotator) for annotator in (1, 2, 3)])
     assert results.agreement["fluency"] == pytest.approx(alpha(draw))
 
 
@@ -83,10 +83,10 @@ def test_tables_that_spreadsheets_have_saved_are_read(study):
     for row in rows:
         table.writerow(["4,0", row["id"], row["question"] + "；；；", "3.0"])
     file = folder / "filled.csv"
-    key = read_key(folder / "key.json")
+    key = read_sheet_key(folder / "key.json")
     for encoding in ("gb18030", "utf-8-sig"):
         file.write_bytes(text.getvalue().encode(encoding) + b"\r\n;;;\r\n")
-        results = evaluate(key, [file])
+        results = evaluate_sheets(key, [file])
         assert {str(means["fluency"]) for means in results.means.values()} == {"4.00 ± 0.00"}
 
 

@@ -193,9 +193,9 @@ class Coordinator:
             }
         )
 
-    def start(self, *options: str, program: str = "chambers-superlink") -> None:
+    def start(self, *options: str) -> None:
         self.superlink = start(
-            *(program, "--host", "127.0.0.1", "--port", str(self.port)),
+            *("chambers-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--ssl-ca-certfile", "authority.pem", "--ssl-certfile", "server.pem"),
             *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
             *("--database", "database/superlink.db", "--disable-runtime-dependency-installation"),

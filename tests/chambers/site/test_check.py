@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from chambers.__main__ import main
 from chambers.site.authority import INSIDE, open_authority
-from chambers.site.check_coordinator import check_coordinator
+from chambers.site.check_coordinator import report_on_coordinator
 from chambers.site.keys import open_instructions, open_node_key
 from chambers.site.release import open_signing_key
 from federation.worker_socket import connected_worker, send
@@ -95,7 +95,7 @@ def at_institution(capsys, site, port, *words, superlink=None, name="court", **w
 
 def at_coordinator(capsys, site, port, model="", proxy=None):
     proxy = proxy or f"localhost:{port}"
-    report = check_coordinator(site.folder, model, f"127.0.0.1:{port}", proxy)
+    report = report_on_coordinator(site.folder, model, f"127.0.0.1:{port}", proxy)
     return 0 if report.passed else 1, capsys.readouterr().out
 
 
@@ -124,14 +124,10 @@ def test_a_database_that_can_fill_other_files_disk(capsys, site, monkeypatch):
     assert f"fix  disk: 0.0 GiB free in {folder}; at least 5 GiB are needed: add space" in output
 
 
-def test_a_coordinator_without_the_model(capsys, site, tmp_path):
-    _, output = at_coordinator(capsys, site, 1, str(tmp_path / "none"))
+def test_a_coordinator_without_the_model_or_a_port(capsys, site, tmp_path):
+    _, output = at_coordinator(capsys, site, 1, str(tmp_path / "none"), "coordinator.example.org")
     assert "no config.json in" in output
-
-
-def test_an_address_without_a_port(capsys, site):
-    _, output = at_coordinator(capsys, site, 1, proxy="coordinator.example.org")
-    assert "coordinator.example.org is not an address: HOST:PORT is expected" in output
+    assert "coordinator.example.org must be an address and a port" in output
 
 
 def test_certificates_that_do_not_fit(capsys, site, tmp_path):
@@ -213,7 +209,8 @@ def test_tls_errors_name_the_cure(capsys, site, tmp_path):
 
 def test_addresses_that_do_not_answer(capsys, site):
     for address in ("localhost", "bad host:8443", "localhost:99999"):
-        assert f"{address} is not an address" in at_institution(capsys, site, 0, superlink=address)
+        output = at_institution(capsys, site, 0, superlink=address)
+        assert f"{address} must be an address and a port" in output
     output = at_institution(capsys, site, 0, superlink="no-such-host.invalid:443")
     assert "the name no-such-host.invalid is unknown here" in output
     with socket.create_server(("127.0.0.1", 0)) as server:

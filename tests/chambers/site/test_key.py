@@ -9,7 +9,7 @@ from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from chambers.errors import CommandError
-from chambers.site.keys import digest, open_node_key, read_public_key
+from chambers.site.keys import hash_node_key, open_node_key, read_node_public_key
 
 
 def test_flower_reads_both_halves(tmp_path):
@@ -25,7 +25,10 @@ def test_flower_reads_both_halves(tmp_path):
     assert try_load_public_key(tmp_path / "node.pub") == public_key_to_bytes(public)
     # The digest in lists of nodes is that of the file.
     written = (tmp_path / "node.pub").read_bytes()
-    assert digest(read_public_key(tmp_path / "node.pub")) == hashlib.sha256(written).hexdigest()
+    assert (
+        hash_node_key(read_node_public_key(tmp_path / "node.pub"))
+        == hashlib.sha256(written).hexdigest()
+    )
 
 
 def test_existing_keys_stay(tmp_path):

@@ -166,7 +166,7 @@ def test_an_expelled_node_cannot_return(coordinator, institution, tmp_path):
 
 
 @pytest.mark.nightly
-def test_check_tells_that_a_key_is_registered_and_changes_nothing(coordinator, institution):
+def test_check_reports_a_registered_key_without_changes(coordinator, institution):
     line = f"ok   {institution.key} is registered"
     assert line in checked(coordinator, institution)
     assert coordinator.nodes()[institution.node] == "registered"

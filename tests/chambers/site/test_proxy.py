@@ -15,7 +15,7 @@ from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.supercore.retry.http_retry import _RETRYABLE_STATUS_CODES
 
 from chambers.site.authority import INSIDE, open_authority
-from chambers.site.check_coordinator import check_coordinator
+from chambers.site.check_coordinator import report_on_coordinator
 from chambers.superlink import free_port
 from tests.chambers.site.deployment import proxy, running_nginx
 from tests.marks import nightly
@@ -92,7 +92,7 @@ def coordinator(nginx, tmp_path):
 
 def checked(coordinator, capsys) -> str:
     """Return the output of ``chambers site check``."""
-    check_coordinator(coordinator.folder, "", superlink="127.0.0.1:1", proxy="127.0.0.1:1")
+    report_on_coordinator(coordinator.folder, "", superlink="127.0.0.1:1", proxy="127.0.0.1:1")
     return str(capsys.readouterr().out)
 
 
@@ -139,7 +139,7 @@ def test_a_flood_is_held_to_its_rate_and_its_address_is_named(
     assert f"ok   {most} has sent the most data in the last " in checked(coordinator, capsys)
 
 
-def test_what_is_refused_is_tried_again_by_supernodes_and_not_logged(coordinator):
+def test_refused_requests_are_retried_and_not_logged(coordinator):
     first = coordinator.connection("127.0.0.2")
     assert {post(first, MESSAGE) for _ in range(61)} == {200}
     waiting = [coordinator.connection("127.0.0.2") for _ in range(60)]
@@ -163,7 +163,7 @@ def test_bodies_are_no_larger_than_what_flower_sends(coordinator):
     assert " 413 " not in coordinator.log.read_text()
 
 
-def test_words_of_outsiders_neither_fill_the_log_nor_name_anybody(coordinator, capsys):
+def test_requests_of_outsiders_cannot_forge_the_log(coordinator, capsys):
     forged = '10.0.0.9 [2030-01-01T00:00:00+00:00] "POST /v1/fleet/push-object" 200 999999999 1 1'
     connection = coordinator.connection("127.0.0.2")
     for path in (f'/v1/fleet/x" 200 999999999 1 1\n{forged}\n', "/v1/fleet/" + 4000 * "X"):

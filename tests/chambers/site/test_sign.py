@@ -14,7 +14,7 @@ from flwr.supernode.start_client_internal import _verify_fab
 
 from chambers.site.keys import open_node_key
 from chambers.site.release import open_signing_key
-from tests.chambers.conftest import refused, told
+from tests.chambers.conftest import execute, refused
 from tests.chambers.site.deployment import APP, serving
 
 
@@ -30,7 +30,7 @@ def reviewer(folder):
 
 
 def sign(capsys, release, key, output, *words):
-    return told(capsys, "site", "sign", release, "--key", key, "--output", output, *words)
+    return execute(capsys, "site", "sign", release, "--key", key, "--output", output, *words)
 
 
 def fetch(url):
@@ -47,7 +47,7 @@ def release(tmp_path):
     return build(tmp_path / "tiny.fab")
 
 
-def test_a_site_accepts_what_its_reviewer_has_signed_and_nothing_else(capsys, release, tmp_path):
+def test_a_site_accepts_only_what_its_reviewer_signed(capsys, release, tmp_path):
     alice, bob = (reviewer(tmp_path / name) for name in ("alice", "bob"))
     folder = tmp_path / "release"
     folder.mkdir()

@@ -67,7 +67,7 @@ def running(processes):
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP])
 def test_all_programs_end_with_the_command(folder, ending):
     with up(folder) as process:
         programs = started(process)

@@ -16,11 +16,12 @@ import torch
 from finetuning.data.batching import collate
 from finetuning.errors import BaseModelError
 from finetuning.settings import ModelSettings
+from split.address import parse_address
 from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.server.body import load_body
-from split.server.stage import address_of, secured, tls
+from split.server.stage import secured, tls
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -211,7 +212,7 @@ def test_connections_without_the_key_delay_neither_runs_nor_each_other(base, two
     with ExitStack() as stack:
 
         def connect(sent=b""):
-            made = stack.enter_context(socket.create_connection(address_of(address)))
+            made = stack.enter_context(socket.create_connection(parse_address(address)))
             made.sendall(sent)
             return made
 
