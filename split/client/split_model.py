@@ -47,6 +47,7 @@ class SplitModel:
         self._tail = tail
         self._output_head = tail.output_head
         self.lane = lane
+        self._deadline = deadline
         self._body = RemoteBody(lane, frame_timeout, deadline, noise)
         self.end = self._body.end
 
@@ -65,15 +66,25 @@ class SplitModel:
         """End-of-text tokens of the checkpoint."""
         return end_tokens(self._tail.model)
 
-    def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int = 0) -> None:
+    def join(
+        self,
+        plan: RoundPlan,
+        max_batch_tokens: int | None = None,
+        deadline: float | None = None,
+        average_every: int = 0,
+    ) -> None:
         """Begin a round of training, which ends at ``deadline`` on ``time.monotonic``'s clock.
 
         The plan's numbers of steps are sent to the server, but not its seed. The largest
-        micro-batch has ``longest`` padded tokens, prefixes included. All parties' adapters are
-        averaged after every ``average_every`` steps; 0 means never.
+        micro-batch has ``max_batch_tokens`` padded tokens, prefixes included; by default, as many
+        as the lane allows. The default deadline is the lane's. All parties' adapters are averaged
+        after every ``average_every`` steps; 0 means never.
         """
         plan = replace(plan, wants_gradient=bool(self._head.trainable()))
-        self._body.join(plan, longest, deadline=deadline, average_every=average_every)
+        if max_batch_tokens is None:
+            max_batch_tokens = self.lane.limits.max_tokens
+        until = self._deadline if deadline is None else deadline
+        self._body.join(plan, max_batch_tokens, until, average_every)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Select, by name, one of the server's models to evaluate.

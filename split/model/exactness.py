@@ -28,7 +28,7 @@ from split.model.adapters import join_adapters
 from split.model.generation import generate
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
-from split.model.miniature import miniature
+from split.model.miniature import build_miniature
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
 
@@ -89,7 +89,7 @@ class _TestModels:
 
     def __init__(self, directory: Path, settings: ModelSettings, partition: Partition) -> None:
         with TemporaryDirectory() as folder:
-            miniature(text_config(directory)).save_pretrained(folder)
+            build_miniature(text_config(directory)).save_pretrained(folder)
             self._whole = load_checkpoint(Path(folder), dtype=torch.float32)
             self._parts = load_parts(
                 settings=settings.model_copy(update={"dtype": "float32", "quantization": "none"}),

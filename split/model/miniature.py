@@ -27,7 +27,7 @@ _HEAD = 16
 _MAX_WEIGHTS = 2 * 10**7
 
 
-def miniature(config: Any) -> Any:
+def build_miniature(config: Any) -> Any:
     """Build a randomly initialised float32 model with all blocks and small widths.
 
     ``config``, the configuration of the real checkpoint, is not changed. Any exception can be

@@ -201,6 +201,16 @@ class Part:
         if self.model.training != mode:
             self.model.train(mode)
 
+    def forget(self, name: str) -> None:
+        """Do nothing, because activations are freed with the tensors that refer to them."""
+
+    def with_cache(self) -> "Part":
+        """Return the part itself, because its keys and values can be cached."""
+        return self
+
+    def close(self) -> None:
+        """Do nothing, because the blocks are in this process."""
+
     def _add_layers(self, settings: AdapterSettings, slot: str) -> None:
         model = self._peft_model or self.model
         try:

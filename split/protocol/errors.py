@@ -91,14 +91,15 @@ class HandshakeError(LaneError):
         self.refusal = refusal
 
 
-def printable(text: str, most: int = 1000) -> str:
+def printable(text: str, max_length: int = 1000) -> str:
     """Return text from a peer as a single line that can be logged, stored and displayed.
 
     Replace characters that are not printable according to ``str.isprintable`` (line breaks, control
     characters, terminal escapes, bidirectional controls, lone surrogates) with escape sequences.
-    Letters of all languages are unchanged. The result is truncated to ``most`` characters.
+    Letters of all languages are unchanged. The result is truncated to ``max_length`` characters.
     """
     shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1]
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text[: max_length + 1]
     )
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+    return shown if len(shown) <= max_length else shown[: max_length - 1] + "…"

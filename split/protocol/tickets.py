@@ -119,8 +119,8 @@ class TicketBook:
         if mac in entry.hellos:
             raise HandshakeError(Refusal.BUSY)
         entry.hellos[mac] = None
-        most = _REMEMBERED_HELLOS if entry.lane else _REMEMBERED_HELLOS_OF_STANDING
-        if len(entry.hellos) > most:
+        max_hellos = _REMEMBERED_HELLOS if entry.lane else _REMEMBERED_HELLOS_OF_STANDING
+        if len(entry.hellos) > max_hellos:
             del entry.hellos[next(iter(entry.hellos))]
 
     def accept(self, identifier: bytes, resumption: Ticket) -> bytes:

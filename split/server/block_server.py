@@ -10,20 +10,19 @@ from finetuning.adapters.adapter import State
 from finetuning.data.batching import steps_per_round
 from finetuning.settings import AdapterSettings, TrainSettings
 from split.lane.lane import Lane
-from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.frames import Limits, average_bytes
 from split.protocol.tickets import Identity, Invitation
 from split.protocol.training import RoundLimits, RoundPlan
-from split.server.body import StagedBody
 from split.server.body_adapters import BodyAdapters
-from split.server.endpoint import Endpoint, lane_ended_by_errors
+from split.server.endpoint import Endpoint, end_lane_on_error
 from split.server.evaluation_session import EvaluationSession, Models
+from split.server.interfaces import Body, RoundStart, Schedule
 from split.server.schedules.client_batch import ClientBatch
 from split.server.schedules.hierarchical import Hierarchical
 from split.server.schedules.serial import Serial
 from split.server.session import Account
-from split.server.training_session import Schedule, TrainingSession
+from split.server.training_session import TrainingSession
 from split.settings import SplitSettings
 
 # What an invitation permits (to train or to evaluate models), and its lifetime in seconds.
@@ -39,13 +38,13 @@ class BlockServer(Endpoint):
     Call its methods from one thread only. Raise ``OSError`` if ``split.listen`` can't be used.
 
     Args:
-        body: The body; see `load_body`.
+        body: The body; see `load_body`. It is closed when the server stops.
         state: Initial adapters of the whole model, by party.
         split: Partition, schedule, limits and addresses.
         adapter: Kind, rank, scale, dropout and targets, or prefix length.
         train: Settings of the optimizers.
-        longest: Padded tokens, prefixes included, of the largest micro-batch of any client.
-        columns: Number of tokens of the longest row that a client may train on or evaluate.
+        max_batch_tokens: Padded tokens of any client's largest micro-batch, prefixes included.
+        max_columns: Number of tokens of the longest row that a client may train on or evaluate.
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
         minimum: Minimum number of clients of a round, if clients train together.
@@ -54,24 +53,22 @@ class BlockServer(Endpoint):
 
     def __init__(
         self,
-        body: Part | StagedBody,
+        body: Body,
         state: Mapping[PartyName, State],
         split: SplitSettings,
         adapter: AdapterSettings,
         train: TrainSettings,
-        longest: int,
-        columns: int,
+        max_batch_tokens: int,
+        max_columns: int,
         run: str = "split",
         rounds: int = 1,
         minimum: int = 1,
         max_cached_tokens: int = 0,
     ) -> None:
-        self._body = body
-        self._adapter = adapter
         self._train = train
         self._run = run
         self._rounds = rounds
-        self._longest = longest
+        self._max_batch_tokens = max_batch_tokens
         self._max_cached_tokens = max_cached_tokens
         self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
@@ -82,12 +79,12 @@ class BlockServer(Endpoint):
         limits = Limits(
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
-            maximum_tokens=longest,
+            max_tokens=max_batch_tokens,
             average_bytes=average_bytes(client) if split.average_every else 0,
             window=split.window,
-            maximum_columns=columns,
+            max_columns=max_columns,
         )
-        super().__init__(split, limits)
+        super().__init__(body, adapter, split, limits)
         make_adapters = partial(BodyAdapters, body, adapter, train, state["body"])
         self._schedule = self._make_schedule(make_adapters, state, minimum)
         self._lanes.start()
@@ -132,8 +129,14 @@ class BlockServer(Endpoint):
         ``robust_aggregation.update_factors``.
         """
         self._examples = dict(examples)
-        keep = self._train.optimizer_state == "keep"
-        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed, own, caps))
+        start = RoundStart(
+            weights=self._examples,
+            keeps_optimizers=self._train.optimizer_state == "keep",
+            seed=seed,
+            client_adapters=own,
+            caps=dict(caps or {}),
+        )
+        self._compute.call(lambda: self._schedule.begin_round(start))
 
     def invite_to_train(
         self,
@@ -243,8 +246,6 @@ class BlockServer(Endpoint):
             self.finish_lanes(timeout_seconds)
         finally:
             super().stop()
-            if isinstance(self._body, StagedBody):
-                self._body.close()
 
     def _grant(
         self, identity: Identity, allowed: RoundPlan | Models, lifetime: float
@@ -261,7 +262,7 @@ class BlockServer(Endpoint):
             session = self._session(lane, grant)
             self._open.add(session)
         started = time.monotonic()
-        with lane_ended_by_errors(session):
+        with end_lane_on_error(session):
             session.serve()
         session.count_traffic()
         session.account.seconds = time.monotonic() - started
@@ -284,21 +285,17 @@ class BlockServer(Endpoint):
             )
             return TrainingSession(
                 lane=lane,
-                largest=allowed,
+                max_plan=allowed,
                 schedule=self._schedule,
                 compute=self._compute,
                 limits=limits,
                 split=self._split,
                 lifetime=lifetime,
             )
-        return EvaluationSession(
-            lane=lane,
-            models=allowed,
-            body=self._body,
-            adapter=self._adapter,
-            compute=self._compute,
-            split=self._split,
-            longest=self._longest,
+        return self._evaluate(
+            lane,
+            allowed,
+            max_batch_tokens=self._max_batch_tokens,
             max_cached_tokens=min(self._max_cached_tokens, self._split.activation_budget),
             lifetime=lifetime,
         )

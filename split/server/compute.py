@@ -47,10 +47,14 @@ class Job:
 
     owner: JobOwner
     priority: Priority
-    run: Callable[[], None]
+    work: Callable[[], None]
     tokens: int = 0
-    queued: float = 0.0  # time at which the job was queued, on the thread's clock
     detail: Any = None  # data with which another job can do this job's work, too
+    queued: float = 0.0  # time at which the job was queued, on the thread's clock
+
+    def run(self) -> None:
+        """Do the work; called in the compute thread."""
+        self.work()
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:
@@ -84,8 +88,6 @@ class ComputeThread:
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._free = activation_budget
-        # The last pass for the next tokens of texts: number of lanes, and duration in seconds.
-        self.last_pass = 1, 0.0
         self._waiting: list[Job] = []
         self._changed = threading.Condition()
         self._stopping = False

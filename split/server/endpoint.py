@@ -5,13 +5,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
 from split.protocol.frames import Limits
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Invitation
 from split.server.compute import ComputeThread
-from split.server.session import Session, reason_of
+from split.server.evaluation_session import EvaluationSession, Models
+from split.server.generation_batch import GenerationBatch
+from split.server.interfaces import Body
+from split.server.session import Session, describe_error
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -25,7 +29,11 @@ class Endpoint(ABC):
     in ``split.listen``.
     """
 
-    def __init__(self, split: SplitSettings, limits: Limits) -> None:
+    def __init__(
+        self, body: Body, adapter: AdapterSettings, split: SplitSettings, limits: Limits
+    ) -> None:
+        self._body = body
+        self._adapter = adapter
         self._split = split
         self._keys = ServerKeys(split.key_exchange)
         self._lanes = LaneServer(
@@ -36,6 +44,7 @@ class Endpoint(ABC):
             resume_timeout=split.resume_timeout,
         )
         self._compute = ComputeThread(split.activation_budget)
+        self._generation = GenerationBatch(body, self._compute)
 
     @property
     def address(self) -> str:
@@ -46,6 +55,7 @@ class Endpoint(ABC):
         """End all lanes and threads."""
         self._lanes.stop()
         self._compute.stop()
+        self._body.close()
 
     def _invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
         """Invite a client to open one lane or, if ``standing``, any number of lanes."""
@@ -57,18 +67,40 @@ class Endpoint(ABC):
             ticket=self._lanes.issue(identity, lifetime, standing),
         )
 
+    def _evaluate(
+        self,
+        lane: Lane,
+        models: Models,
+        max_batch_tokens: int,
+        max_cached_tokens: int,
+        lifetime: float,
+    ) -> EvaluationSession:
+        """Return a session in which a client evaluates models."""
+        return EvaluationSession(
+            lane=lane,
+            models=models,
+            body=self._body,
+            adapter=self._adapter,
+            compute=self._compute,
+            generation=self._generation,
+            split=self._split,
+            max_batch_tokens=max_batch_tokens,
+            max_cached_tokens=max_cached_tokens,
+            lifetime=lifetime,
+        )
+
     @abstractmethod
     def _serve(self, lane: Lane) -> None:
         """Serve a lane. Called in a separate thread for each lane."""
 
 
 @contextmanager
-def lane_ended_by_errors(session: Session) -> Iterator[None]:
+def end_lane_on_error(session: Session) -> Iterator[None]:
     """If the ``with`` block raises an error, end the session's lane and record the error."""
     try:
         yield
     except RuntimeError as error:  # includes LaneError and ProtocolError
-        session.give_up(reason_of(error))
+        session.give_up(describe_error(error))
     except Exception as error:
         _log.exception("serving %r failed", session.lane)
         session.give_up(f"the server failed ({type(error).__name__})")

@@ -40,7 +40,7 @@ from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.server.body import load_body
 from split.server.body_adapters import Activations
-from split.server.stacked_micro_batch import StackedMicroBatch
+from split.server.schedules.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
 from tests.waiting import wait_until
 
@@ -108,7 +108,7 @@ class Client:
         limits = Limits(
             hidden=self.ends["head"].hidden_size,
             wire_dtype=split.wire_dtype,
-            maximum_tokens=LONGEST,
+            max_tokens=LONGEST,
             average_bytes=2**20,  # hostile clients send it anyway
             window=split.window,
         )
@@ -149,7 +149,7 @@ class Client:
             longest = max(model.columns_before + len(example.tokens) for example in examples)
             model.join(
                 RoundPlan(steps, local_round.first_step, local_round.total_steps, local_round.seed),
-                longest=train.batch_size * longest,
+                max_batch_tokens=train.batch_size * longest,
                 deadline=time.monotonic() + 300,
                 average_every=self.split.average_every,
             )
@@ -182,8 +182,8 @@ def serving(
         train=train.model_copy(update={"local_steps": STEPS}),
         run="run",
         rounds=rounds,
-        longest=LONGEST,
-        columns=columns,
+        max_batch_tokens=LONGEST,
+        max_columns=columns,
         minimum=minimum,
         max_cached_tokens=max_cached_tokens,
     ) as server:

@@ -20,9 +20,10 @@ from split.protocol.frames import check_size
 from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.compute import ComputeThread
+from split.server.interfaces import RoundStart
 from split.server.schedules.join_barrier import JoinBarrier
+from split.server.schedules.wait_budget import WaitBudget
 from split.server.session import POLL_SECONDS, Session
-from split.server.wait_budget import WaitBudget
 from split.settings import SplitSettings
 
 
@@ -51,12 +52,10 @@ class Hierarchical:
         self.scaled: dict[str, float] = {}
         self._average_every = split.average_every
         self._adapters: defaultdict[str, BodyAdapters] = defaultdict(make_adapters)
-        self._weights: dict[str, float] = {}
-        self._caps: dict[str, float] = {}
+        self._start = RoundStart({}, keeps_optimizers=False, seed=0)
         self._steps: dict[str, int] = {}
         self._gathered: dict[int, dict[str, State]] = {}
         self._averages: dict[str, State] = {}  # average that each client has yet to receive
-        self._keeps_optimizers = False
         self._before: dict[str, OptimizerState] = {}  # each client's state at the round's start
         self._due: dict[str, int] = {}  # by client, the step after which its next average is due
         self._waits = WaitBudget()
@@ -64,31 +63,19 @@ class Hierarchical:
         self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
         self.mark_absent = self._barrier.mark_absent
 
-    def begin_round(
-        self,
-        weights: Mapping[str, float],
-        keep_optimizers: bool,
-        seed: int,
-        own: State | None,
-        caps: Mapping[str, float] | None,
-    ) -> None:
-        """Load the global body adapters into the adapters of every client in ``weights``.
-
-        ``own`` contains the adapters of the head and tail that all clients begin with; None if
-        nothing is averaged within the round. ``caps`` are those of ``update_factors``.
-        """
+    def begin_round(self, start: RoundStart) -> None:
+        """Load the global body adapters into the adapters of every client in ``start.weights``."""
         with self._changed:
-            self._weights, self._caps = dict(weights), dict(caps or {})
-            self._keeps_optimizers = keep_optimizers
+            self._start = start
             self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
             self._common_body, self.scaled = self._global, {}
-            if own is not None:
-                self._common = own
+            if start.client_adapters is not None:
+                self._common = start.client_adapters
             self._waits = WaitBudget()
-            self._barrier.begin(weights)
-        for client in weights:
+            self._barrier.begin(start.weights)
+        for client in start.weights:
             self._adapters[client].load(self._global)
-            if not keep_optimizers:
+            if not start.keeps_optimizers:
                 self._adapters[client].load_optimizer({})
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
@@ -111,7 +98,7 @@ class Hierarchical:
                     del self._steps[client]
                     self._waits.remove(client)
                     raise
-        if self._keeps_optimizers:
+        if self._start.keeps_optimizers:
             self._before[client] = self._adapters[client].export_optimizer()
         return SeparateTrainer(session, self._adapters[client], plan)
 
@@ -152,7 +139,7 @@ class Hierarchical:
                 gathered = self._gathered.pop(step)
                 self._note_waiting()
                 self._compute.call(lambda: self._average_bodies(gathered))
-                self._common = self._mean(gathered, self._common)
+                self._common = self._mean(gathered, self._common, self._start.weights)
                 self._averages |= dict.fromkeys(gathered, self._common)
                 self._changed.notify_all()
             return self._averages.pop(client)
@@ -163,9 +150,8 @@ class Hierarchical:
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the mean of the clients' body adapters, weighted by ``weights``."""
-        self._weights = dict(weights)
         bodies = {name: self._adapters[name].export() for name in weights}
-        self._global = self._mean(bodies, self._global)
+        self._global = self._mean(bodies, self._global, weights)
         return self._global
 
     def export_optimizers(self) -> dict[str, State]:
@@ -195,13 +181,13 @@ class Hierarchical:
         for name in sorted(own.keys() | expected.keys()):
             if name not in own or name not in expected:
                 raise ProtocolError(f"adapters with and without {name!r} can't be averaged")
-            given, shape = own[name], expected[name].shape
-            if given.dtype is not torch.float32 or given.shape != shape:
+            tensor, shape = own[name], expected[name].shape
+            if tensor.dtype is not torch.float32 or tensor.shape != shape:
                 raise ProtocolError(
-                    f"received {name!r} as {given.dtype} of shape {tuple(given.shape)}; expected "
+                    f"received {name!r} as {tensor.dtype} of shape {tuple(tensor.shape)}; expected "
                     f"float32 of shape {tuple(shape)}"
                 )
-            check_size(given, name)
+            check_size(tensor, name)
 
     def _missing_at(self, step: int) -> set[str]:
         expected = {name for name, steps in self._steps.items() if steps > step}
@@ -214,22 +200,24 @@ class Hierarchical:
 
     def _average_bodies(self, clients: Iterable[str]) -> None:
         bodies = {name: self._adapters[name].export() for name in clients}
-        self._common_body = self._mean(bodies, self._common_body)
+        self._common_body = self._mean(bodies, self._common_body, self._start.weights)
         for name in clients:
             self._adapters[name].load(self._common_body)
 
-    def _mean(self, states: Mapping[str, State], reference: State) -> State:
+    def _mean(
+        self, states: Mapping[str, State], reference: State, weights: Mapping[str, float]
+    ) -> State:
         """Return the weighted average of the clients' adapters, added up in the order of names.
 
         All clients began with ``reference``. A client's difference from ``reference`` is scaled
         down if the difference is much larger than those of the other clients.
         """
         distances = {name: distance(each, reference) for name, each in states.items()}
-        factors = update_factors(distances, self._caps)
+        factors = update_factors(distances, self._start.caps)
         mean = WeightedMean()
         for name in sorted(states):
             factor = factors[name]
             if factor < 1:
                 self.scaled[name] = min(factor, self.scaled.get(name, 1.0))
-            mean.add(scaled(states[name], reference, factor), self._weights[name])
+            mean.add(scaled(states[name], reference, factor), weights[name])
         return mean.result()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from finetuning.adapters.adapter import State
 from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters, SeparateTrainer
+from split.server.interfaces import RoundStart
 from split.server.session import Session
 
 
@@ -19,16 +20,9 @@ class SharedAdapters:
         self._adapters = adapters
         self.scaled: dict[str, float] = {}  # clients have no separate adapters to scale down
 
-    def begin_round(
-        self,
-        weights: Mapping[str, float],
-        keep_optimizers: bool,
-        seed: int,
-        own: State | None,
-        caps: Mapping[str, float] | None,
-    ) -> None:
-        """Begin a round, with a new optimizer unless ``keep_optimizers`` is true."""
-        if not keep_optimizers:
+    def begin_round(self, start: RoundStart) -> None:
+        """Begin a round, with a new optimizer unless optimizers keep their state."""
+        if not start.keeps_optimizers:
             self._adapters.load_optimizer({})
 
     def average(self, session: Session, step: int, own: State) -> State:

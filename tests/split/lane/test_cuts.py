@@ -174,7 +174,7 @@ def test_a_client_that_comes_back_too_late_hears_why():
 
 
 def test_the_streams_of_one_lane_take_the_room_of_one():
-    with serving(maximum_lanes=1) as server:
+    with serving(max_lanes=1) as server:
         client, lane = server.pair()
         for number in range(5):
             cut(client)

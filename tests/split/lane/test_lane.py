@@ -205,7 +205,7 @@ def test_a_client_that_does_not_read_loses_its_lane(wire):
 
 
 def test_lanes_have_a_number(server):
-    with serving(maximum_lanes=1) as full:
+    with serving(max_lanes=1) as full:
         first, _ = full.pair()
         ticket = full.ticket()
         assert refusal(lambda: full.client(ticket=ticket)).refusal is Refusal.BUSY

@@ -249,7 +249,7 @@ def test_a_byte_at_a_time_is_no_way_to_stay(hurried):
 def test_connections_have_a_number_and_clients_come_again():
     # Time enough to come 20 times, and to be refused.
     peers = PeerLimits(spare_connections=3, half_open=1, silent_seconds=5.0)
-    with serving_lanes(maximum_lanes=1, peers=peers) as server, ExitStack() as stack:
+    with serving_lanes(max_lanes=1, peers=peers) as server, ExitStack() as stack:
         made = [stack.enter_context(connection(server)) for _ in range(20)]
         calls = 1 + 3 * peers.half_open
         wait_until(lambda: sum(map(is_closed, made)) >= 20 - (calls + 3))

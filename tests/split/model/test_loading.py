@@ -18,7 +18,7 @@ from finetuning.model.base_model import BaseModelError, load_base_model, outline
 from finetuning.model.fingerprint import differences, fingerprint
 from finetuning.model.tensor_names import full_names
 from finetuning.settings import ModelSettings
-from split.model.checkpoint import Checkpoint, compared
+from split.model.checkpoint import Checkpoint, compare_with_checkpoint
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import (
     Partition,
@@ -131,7 +131,7 @@ def test_a_block_in_another_s_place_is_refused_by_name(random_checkpoint):
     kind = part_class(whole, partition, "body")
     model = kind.from_pretrained(None, config=whole.config, state_dict=wrong)
     with pytest.raises(BaseModelError) as caught:
-        compared(model, checkpoint, sources, quantized=False)
+        compare_with_checkpoint(model, checkpoint, sources, quantized=False)
     assert "model.layers.1." in str(caught.value)
     assert str(directory / "model.safetensors") in str(caught.value)
 

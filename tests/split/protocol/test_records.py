@@ -180,7 +180,7 @@ def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
     for agreed in (
         Limits(32, "float32", 65536),
         Limits(64, "float32", 8191),
-        Limits(64, "float32", 8192, maximum_columns=4095),
+        Limits(64, "float32", 8192, max_columns=4095),
     ):
         with pytest.raises(FrameError, match=r"agreed on"):
             Opener(UP, agreed).open(first)

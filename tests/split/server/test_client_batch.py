@@ -15,7 +15,7 @@ from split.model.adapters import join_adapters, take_apart
 from split.model.partition import partition_of
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import HeadOutput
-from split.server.stacked_micro_batch import stack
+from split.server.schedules.stacked_micro_batch import stack
 from tests.marks import nightly
 from tests.split import hostile
 from tests.split.clients import (

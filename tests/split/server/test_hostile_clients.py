@@ -12,7 +12,7 @@ import torch
 from split.protocol.errors import PeerError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
-from split.server.share_cap import ShareCap
+from split.server.schedules.share_cap import ShareCap
 from tests.marks import nightly
 from tests.split.clients import SIZES, TRAIN, Client, serving, split_settings, train_together
 from tests.split.lanes import SOON, Proxy, ended

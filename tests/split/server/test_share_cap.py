@@ -2,8 +2,8 @@
 
 import pytest
 
-from split.server.gradient_cap import Addition, GradientCap
-from split.server.share_cap import ShareCap
+from split.server.schedules.gradient_cap import Addition, GradientCap
+from split.server.schedules.share_cap import ShareCap
 
 
 def test_what_counts_of_a_capped_client_is_what_was_left_of_it():

@@ -20,7 +20,7 @@ from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.server.body import load_body
-from split.server.stage import address_of, secured, tls
+from split.server.stage import make_tls_context, open_tls, parse_address
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -172,9 +172,9 @@ def test_other_programs_and_other_keys_are_refused(base, key, two, tmp_path):
         other.sendall(b"GET / HTTP/1.0\r\n\r\n")
     with (
         socket.create_connection((host, int(port))) as plain,
-        secured(plain, tls(key, ssl.PROTOCOL_TLS_CLIENT), is_server=False) as cut,
+        open_tls(plain, make_tls_context(key, ssl.PROTOCOL_TLS_CLIENT), is_server=False) as cut,
     ):
-        cut.write((100).to_bytes(8) + b"{}\n")
+        cut.sendall((100).to_bytes(8) + b"{}\n")
     load_body(base, model, split_settings(**two)).close()
     others = two | {"body_key": str(make_key(tmp_path))}
     with pytest.raises(ConnectionError, match=rf"{address}.*(can't be used|is lost)"):
@@ -211,7 +211,7 @@ def test_connections_without_the_key_delay_neither_runs_nor_each_other(base, two
     with ExitStack() as stack:
 
         def connect(sent=b""):
-            made = stack.enter_context(socket.create_connection(address_of(address)))
+            made = stack.enter_context(socket.create_connection(parse_address(address)))
             made.sendall(sent)
             return made
 

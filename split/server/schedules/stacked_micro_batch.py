@@ -9,7 +9,7 @@ from finetuning.devices import to_device
 from split.protocol.frames import Padding
 from split.protocol.training import HeadOutput, RoundPlan
 from split.server.body_adapters import Activations
-from split.server.gradient_cap import Addition
+from split.server.schedules.gradient_cap import Addition
 from split.server.session import Session
 
 
