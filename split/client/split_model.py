@@ -48,8 +48,8 @@ class SplitModel:
         self._output_head = tail.output_head
         self.lane = lane
         self._deadline = deadline
-        self._body = RemoteBody(lane, frame_timeout, deadline, noise)
-        self.end = self._body.end
+        self.body = RemoteBody(lane, frame_timeout, deadline, noise)
+        self.end = self.body.end
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -84,7 +84,7 @@ class SplitModel:
         if max_batch_tokens is None:
             max_batch_tokens = self.lane.limits.max_tokens
         until = self._deadline if deadline is None else deadline
-        self._body.join(plan, max_batch_tokens, until, average_every)
+        self.body.join(plan, max_batch_tokens, until, average_every)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Select, by name, one of the server's models to evaluate.
@@ -95,7 +95,7 @@ class SplitModel:
             part.use(None if adapters is None else "default")
         if adapters is not None:
             load_state(self.parameters, adapters)
-        self._body.choose(model)
+        self.body.choose(model)
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Accumulate the gradient of a step's loss in ``.grad`` of all three parties.
@@ -105,9 +105,9 @@ class SplitModel:
         derives the seed of each micro-batch's dropout from the step's seed. Return the summed loss
         of each micro-batch in nats.
         """
-        if self._body.average_due:
+        if self.body.average_due:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
-            load_state(self.parameters, self._body.average(own))
+            load_state(self.parameters, self.body.average(own))
         self._set_up(training=True)
         batches = [batch.to(self._head.device) for batch in batches]
         targets = sum(len(batch.labels) for batch in batches)
@@ -127,12 +127,12 @@ class SplitModel:
                 outputs[index] = output
             return output.shape
 
-        for kind, index, received in self._body.pipeline(len(batches), forward, wants_gradient):
+        for kind, index, received in self.body.pipeline(len(batches), forward, wants_gradient):
             if kind is Kind.HIDDEN:
                 with drawing_from(derive_seed("dropout", seed, index, "tail")):
                     loss, gradient = self._backward_tail(received, batches[index], 1 / targets)
                 losses.append(loss)
-                self._body.send_gradient(index, gradient)
+                self.body.send_gradient(index, gradient)
             else:
                 propagate(outputs.pop(index), received)
         return torch.stack(losses).tolist()
@@ -145,7 +145,7 @@ class SplitModel:
         Return the norm over all parties before clipping.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        factor, norm = self._body.end_step(squared_norm(gradients))
+        factor, norm = self.body.end_step(squared_norm(gradients))
         if maximum:
             for gradient in gradients:
                 gradient.mul_(factor)
@@ -160,7 +160,7 @@ class SplitModel:
         def forward(index: int) -> torch.Size:
             return self._forward_head(index, batches[index], {}).shape
 
-        for _, index, received in self._body.pipeline(len(batches), forward):
+        for _, index, received in self.body.pipeline(len(batches), forward):
             hidden = self._tail(received, _padding(batches[index]))
             with self._tail.autocast():
                 losses.append(target_loss(self._output_head, hidden, batches[index]))
@@ -175,13 +175,13 @@ class SplitModel:
         output: torch.Tensor = generate(
             head=self._head,
             tail=self._tail,
-            exchange=self._body.exchange,
+            exchange=self.body.exchange,
             tokens=tokens,
             mask=mask,
             new_tokens=new_tokens,
             **settings,
         )
-        self._body.end_exchanges()
+        self.body.end_exchanges()
         return output.cpu()
 
     @torch.no_grad()
@@ -191,9 +191,9 @@ class SplitModel:
         """Compute log probabilities of candidate answers; see ``WholeModel.log_probabilities``."""
         self._set_up(training=False)
         hidden = hidden_of_candidates(
-            head=self._head, tail=self._tail, batch=batch, exchange=self._body.exchange
+            head=self._head, tail=self._tail, batch=batch, exchange=self.body.exchange
         )
-        self._body.end_exchanges()
+        self.body.end_exchanges()
         return compute(self._output_head, hidden[batch.positions], batch.labels)
 
     def _set_up(self, training: bool) -> None:
@@ -205,7 +205,7 @@ class SplitModel:
     ) -> torch.Tensor:
         """Compute the head's output, send it to the body, and return it."""
         output = self._head(batch.tokens, _padding(batch))
-        self._body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
+        self.body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
         return output
 
     def _backward_tail(

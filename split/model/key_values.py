@@ -30,7 +30,7 @@ class KeyValues:
 
     def __init__(self, part: Part, padding: Padding, columns: int) -> None:
         blocks = part.partition.range_of(part.party)
-        self._part = part
+        self.part = part
         self._backbone = part.model.base_model
         # Without blocks, there are no keys and values, and no cache.
         self.cache = _OwnBlocks(part.model.config, blocks.start) if blocks else None
@@ -64,7 +64,7 @@ class KeyValues:
         elif self.cache is not None and drop:
             raise ValueError("recurrent blocks can't remove tokens; generate without drafts")
         self.columns -= drop
-        inputs = self._mask_and_positions(given.shape[1])
+        inputs = self.mask_and_positions(given.shape[1])
         if not self._padded or self.cache is None:
             del inputs["attention_mask"]
         self.columns += given.shape[1]
@@ -93,7 +93,7 @@ class KeyValues:
         columns = max(each.length for each in texts) + 1
         inputs: dict[str, list[torch.Tensor]] = {}
         for each in texts:
-            for name, value in each._mask_and_positions(1).items():
+            for name, value in each.mask_and_positions(1).items():
                 missing = columns - value.shape[1] if name == "attention_mask" else 0
                 inputs.setdefault(name, []).append(pad(value, (missing, 0)))
         try:
@@ -114,8 +114,8 @@ class KeyValues:
         return [part.clone() for part in torch.split(output, rows)]
 
     def _computed(self, given: torch.Tensor, inputs: dict[str, Any], cache: Any) -> torch.Tensor:
-        inputs = self._part.inputs_of(given) | inputs
-        with self._part.autocast():
+        inputs = self.part.inputs_of(given) | inputs
+        with self.part.autocast():
             output = self._backbone(**inputs, past_key_values=cache, use_cache=cache is not None)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
@@ -126,7 +126,7 @@ class KeyValues:
         self._lengths = self._lengths.repeat_interleave(times)
         self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
 
-    def _mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
+    def mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
         """Return the attention mask and, if the model accepts any, position IDs."""
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")

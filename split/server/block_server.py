@@ -86,7 +86,7 @@ class BlockServer(Endpoint):
         )
         super().__init__(body, adapter, split, limits)
         make_adapters = partial(BodyAdapters, body, adapter, train, state["body"])
-        self._schedule = self._make_schedule(make_adapters, state, minimum)
+        self.schedule = self._make_schedule(make_adapters, state, minimum)
         self._lanes.start()
 
     def _make_schedule(
@@ -95,7 +95,7 @@ class BlockServer(Endpoint):
         state: Mapping[PartyName, State],
         minimum: int,
     ) -> Schedule:
-        split, compute = self._split, self._compute
+        split, compute = self._split, self.compute
         if split.schedule == "serial":
             return Serial(make_adapters())
         if split.schedule == "client-batch":
@@ -136,7 +136,7 @@ class BlockServer(Endpoint):
             client_adapters=own,
             caps=dict(caps or {}),
         )
-        self._compute.call(lambda: self._schedule.begin_round(start))
+        self.compute.call(lambda: self.schedule.begin_round(start))
 
     def invite_to_train(
         self,
@@ -176,7 +176,7 @@ class BlockServer(Endpoint):
 
     def mark_absent(self, client: str) -> None:
         """Stop waiting for a client that will not start the round."""
-        self._schedule.mark_absent(client)
+        self.schedule.mark_absent(client)
 
     def progress(self) -> list[tuple[str, int, int, int]]:
         """Return (client, finished steps, planned steps, padded tokens) of each training lane."""
@@ -204,19 +204,19 @@ class BlockServer(Endpoint):
 
         Call this after the client's lane has closed and before ``end_round``.
         """
-        return self._compute.call(lambda: self._schedule.state_of(client))
+        return self.compute.call(lambda: self.schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the body adapters that the next round begins with.
 
         If each client has its own adapters, average them, weighted by ``weights`` (not empty).
         """
-        return self._compute.call(lambda: self._schedule.end_round(weights))
+        return self.compute.call(lambda: self.schedule.end_round(weights))
 
     @property
     def scaled(self) -> dict[str, float]:
         """The smallest scaling factor of each client that was scaled down in the round."""
-        return self._schedule.scaled
+        return self.schedule.scaled
 
     def export_optimizers(self) -> State:
         """Return all optimizer states, keyed by ``<client or body>/<weight>:<moment>``.
@@ -225,7 +225,7 @@ class BlockServer(Endpoint):
         """
         if self._train.optimizer_state != "keep":
             return {}
-        states = self._compute.call(self._schedule.export_optimizers)
+        states = self.compute.call(self.schedule.export_optimizers)
         return {f"{key}/{n}": value for key, state in states.items() for n, value in state.items()}
 
     def load_optimizers(self, states: State) -> None:
@@ -234,7 +234,7 @@ class BlockServer(Endpoint):
         for name, value in states.items():
             key, _, rest = name.partition("/")
             by_key.setdefault(key, {})[rest] = value
-        self._compute.call(lambda: self._schedule.load_optimizers(by_key))
+        self.compute.call(lambda: self.schedule.load_optimizers(by_key))
 
     def rotate_keys(self) -> None:
         """Generate a new server key. Invitations with the old key become invalid."""
@@ -286,8 +286,8 @@ class BlockServer(Endpoint):
             return TrainingSession(
                 lane=lane,
                 max_plan=allowed,
-                schedule=self._schedule,
-                compute=self._compute,
+                schedule=self.schedule,
+                compute=self.compute,
                 limits=limits,
                 split=self._split,
                 lifetime=lifetime,

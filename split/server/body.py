@@ -139,43 +139,43 @@ class StagedBody:
         self.hidden_size = int(outline(directory).config.hidden_size)
         self.device = torch.device("cpu")
         self._training, self._used = False, ""
-        self._stages: list[_StageClient] = []
+        self.stages: list[_StageClient] = []
         digests = fingerprint(directory)
         for host, own in divide_body(partition_of(directory, split), split).items():
-            self._stages.append(_StageClient(host, split.body_key))
+            self.stages.append(_StageClient(host, split.body_key))
             names = [*tensors_of(directory, own, ("body",)), "config.json"]
             expected = digest({name: digests[name] for name in names})
             stage = split.model_copy(update={"head_blocks": own.head, "tail_blocks": own.tail})
             settings = {"model": model.model_dump(), "split": stage.model_dump()}
-            answer = self._stages[-1].call("load", expected=expected, **settings)
+            answer = self.stages[-1].call("load", expected=expected, **settings)
             self.dtype = answer["dtype"].dtype
 
     def close(self) -> None:
         """Free the blocks at all stages."""
-        for stage in self._stages:
+        for stage in self.stages:
             with suppress(OSError):
                 stage.stream.close()
 
     def attach(self, settings: AdapterSettings, name: str) -> None:
         """Add an adapter; see `Part.attach`."""
-        for stage in self._stages:
+        for stage in self.stages:
             weights = stage.call("attach", name=name, adapter=settings.model_dump())
             stage.adapters[name] = {n: torch.nn.Parameter(value) for n, value in weights.items()}
 
     def trainable(self, name: str) -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights; see `Part.trainable`."""
-        return dict(sorted(pair for each in self._stages for pair in each.adapters[name].items()))
+        return dict(sorted(pair for each in self.stages for pair in each.adapters[name].items()))
 
     def remove(self, name: str) -> None:
         """Remove an adapter."""
-        for stage in self._stages:
+        for stage in self.stages:
             del stage.adapters[name]
             stage.sent.pop(name, None)
             stage.call("remove", name=name)
 
     def forget(self, name: str) -> None:
         """Free the activations of an adapter's forward passes whose gradients won't come."""
-        for stage in self._stages:
+        for stage in self.stages:
             with suppress(ConnectionError):  # of a lost stage, nothing is left
                 stage.call("forget", name=name)
 
@@ -194,6 +194,6 @@ class StagedBody:
     def __call__(self, hidden: torch.Tensor, padding: Padding) -> torch.Tensor:
         """Compute all blocks; see `Part.__call__`."""
         random = torch.get_rng_state()
-        for stage in self._stages:
+        for stage in self.stages:
             hidden, random = stage.run_blocks(hidden, padding, self._used, self._training, random)
         return hidden

@@ -87,8 +87,8 @@ class ComputeThread:
 
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._free = activation_budget
-        self._waiting: list[Job] = []
+        self.free_tokens = activation_budget
+        self.waiting: list[Job] = []  # in order of arrival
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
@@ -99,7 +99,7 @@ class ComputeThread:
         with self._changed:
             if not self._stopping:
                 job.queued = self._clock()
-                self._waiting.append(job)
+                self.waiting.append(job)
                 self._changed.notify()
                 return
         job.owner.failed(RuntimeError("the block server has stopped"))
@@ -107,16 +107,16 @@ class ComputeThread:
     def release(self, tokens: int) -> None:
         """Return tokens to the activation budget."""
         with self._changed:
-            self._free += tokens
+            self.free_tokens += tokens
             self._changed.notify()
 
     def seconds_wanted(self, owner: JobOwner) -> float:
         """Return how many seconds another owner's job has waited for budget; 0.0 if none waits."""
         with self._changed:
-            first = _first_with_tokens(self._waiting)
-            if first is None or first.tokens <= self._free:
+            first = _first_with_tokens(self.waiting)
+            if first is None or first.tokens <= self.free_tokens:
                 return 0.0
-            others = (job for job in self._waiting if job.tokens and job.owner is not owner)
+            others = (job for job in self.waiting if job.tokens and job.owner is not owner)
             oldest = next(others, None)
             return 0.0 if oldest is None else self._clock() - oldest.queued
 
@@ -129,12 +129,12 @@ class ComputeThread:
         until = self._clock() + patience
         with self._changed:
             while True:
-                oldest = {id(job.owner): job for job in reversed(self._waiting)}.values()
+                oldest = {id(job.owner): job for job in reversed(self.waiting)}.values()
                 found = [job for job in oldest if job.detail is not None and fits(job)]
                 left = until - self._clock()
-                able = [job for job in self._waiting if job.tokens <= self._free]
+                able = [job for job in self.waiting if job.tokens <= self.free_tokens]
                 if len(found) >= count or len(found) < len(able) or left <= 0:
-                    self._waiting = [job for job in self._waiting if job not in found]
+                    self.waiting = [job for job in self.waiting if job not in found]
                     return found
                 self._changed.wait(left)
 
@@ -149,7 +149,7 @@ class ComputeThread:
     def withdraw(self, owner: JobOwner) -> None:
         """Remove an owner's jobs that have not started."""
         with self._changed:
-            self._waiting = [job for job in self._waiting if job.owner is not owner]
+            self.waiting = [job for job in self.waiting if job.owner is not owner]
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function in the compute thread; return its result or raise its error."""
@@ -161,7 +161,7 @@ class ComputeThread:
         """Stop the thread after the current job. Queued jobs fail."""
         with self._changed:
             self._stopping = True
-            dropped, self._waiting = self._waiting, []
+            dropped, self.waiting = self.waiting, []
             self._changed.notify()
         self._thread.join()
         for job in dropped:
@@ -175,10 +175,10 @@ class ComputeThread:
     def _take(self) -> Job | None:
         with self._changed:
             while not self._stopping:
-                job = first_ready(self._waiting, self._free, self._clock())
+                job = first_ready(self.waiting, self.free_tokens, self._clock())
                 if job is not None:
-                    self._waiting.remove(job)
-                    self._free -= job.tokens
+                    self.waiting.remove(job)
+                    self.free_tokens -= job.tokens
                     return job
                 self._changed.wait()
             return None

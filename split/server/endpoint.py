@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
+from split.lane.transport import PeerLimits
 from split.protocol.frames import Limits
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Invitation
@@ -30,9 +31,14 @@ class Endpoint(ABC):
     """
 
     def __init__(
-        self, body: Body, adapter: AdapterSettings, split: SplitSettings, limits: Limits
+        self,
+        body: Body,
+        adapter: AdapterSettings,
+        split: SplitSettings,
+        limits: Limits,
+        peers: PeerLimits | None = None,
     ) -> None:
-        self._body = body
+        self.body = body
         self._adapter = adapter
         self._split = split
         self._keys = ServerKeys(split.key_exchange)
@@ -42,9 +48,10 @@ class Endpoint(ABC):
             limits=limits,
             on_lane=self._serve,
             resume_timeout=split.resume_timeout,
+            peers=peers,
         )
-        self._compute = ComputeThread(split.activation_budget)
-        self._generation = GenerationBatch(body, self._compute)
+        self.compute = ComputeThread(split.activation_budget)
+        self._generation = GenerationBatch(body, self.compute)
 
     @property
     def address(self) -> str:
@@ -54,8 +61,8 @@ class Endpoint(ABC):
     def stop(self) -> None:
         """End all lanes and threads."""
         self._lanes.stop()
-        self._compute.stop()
-        self._body.close()
+        self.compute.stop()
+        self.body.close()
 
     def _invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
         """Invite a client to open one lane or, if ``standing``, any number of lanes."""
@@ -79,9 +86,9 @@ class Endpoint(ABC):
         return EvaluationSession(
             lane=lane,
             models=models,
-            body=self._body,
+            body=self.body,
             adapter=self._adapter,
-            compute=self._compute,
+            compute=self.compute,
             generation=self._generation,
             split=self._split,
             max_batch_tokens=max_batch_tokens,

@@ -8,7 +8,7 @@ from functools import partial
 
 from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
-from split.lane.transport import time_limit
+from split.lane.transport import PeerLimits, time_limit
 from split.protocol.errors import LaneTimeoutError
 from split.protocol.frames import Limits
 from split.protocol.tickets import Identity, Invitation
@@ -36,6 +36,7 @@ class ModelServer(Endpoint):
         split: SplitSettings,
         run: str,
         max_prompt_length: int,
+        peers: PeerLimits | None = None,
     ) -> None:
         self._run = run
         # Models that a client may use, and time of expiry on ``time.monotonic``'s clock.
@@ -49,7 +50,7 @@ class ModelServer(Endpoint):
             window=1,  # text generation has one frame in flight
             max_columns=max_prompt_length,
         )
-        super().__init__(body, adapter, split, limits)
+        super().__init__(body, adapter, split, limits, peers)
         self._lanes.start()
 
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:

@@ -77,7 +77,7 @@ def round_of(name: str, steps: int = STEPS, finished: int = 0) -> tuple[list[Exa
 
 
 @functools.lru_cache(maxsize=8)
-def _ends(base: Path, partition: Partition, model: str) -> dict[PartyName, Part]:
+def load_ends(base: Path, partition: Partition, model: str) -> dict[PartyName, Part]:
     """Load a client's parts once; loading them takes thirty times as long as copying them."""
     settings = ModelSettings.model_validate_json(model)
     return load_parts(settings, base, partition, ("head", "tail"))
@@ -96,7 +96,7 @@ class Client:
         self.noise = noise
         self.split = split
         partition = partition_of(base, split)
-        self.ends = copy.deepcopy(_ends(base, partition, model.model_dump_json()))
+        self.ends = copy.deepcopy(load_ends(base, partition, model.model_dump_json()))
         for part in self.ends.values():
             part.attach(adapter)
         self.losses: list[float] = []
@@ -337,15 +337,15 @@ def stop_after(step: int, count: int, how: str):
 
 def tokens_taken(server: BlockServer, split: SplitSettings) -> int:
     """Return the used tokens of the activation budget once the current job has ended."""
-    server._compute.call(lambda: None)
-    return split.activation_budget - server._compute._free
+    server.compute.call(lambda: None)
+    return split.activation_budget - server.compute.free_tokens
 
 
 def bodies_kept() -> int:
     """Count the bodies' caches that are in memory."""
     gc.collect()
     found = [o for o in gc.get_objects() if type(o) is KeyValues]
-    return len([o for o in found if o._part.party == "body"])
+    return len([o for o in found if o.part.party == "body"])
 
 
 def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -> None:

@@ -40,16 +40,16 @@ class ClientBatch(SharedAdapters):
         self._compute = compute
         self._split = split
         self._changed = threading.Condition()
-        self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
-        self.mark_absent = self._barrier.mark_absent
+        self.barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
+        self.mark_absent = self.barrier.mark_absent
         self._round: StackedRound
 
     def begin_round(self, start: RoundStart) -> None:
         """Prepare a round that the clients in ``start.weights`` may join."""
         super().begin_round(start)
         with self._changed:
-            self._barrier.begin(start.weights)
-            self._round = StackedRound(self._adapters, self._compute, start.seed, self._split)
+            self.barrier.begin(start.weights)
+            self._round = StackedRound(self.adapters, self._compute, start.seed, self._split)
 
     def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
         """Add a client, and wait until all clients have joined or the join timeout has expired.
@@ -58,10 +58,10 @@ class ClientBatch(SharedAdapters):
         began without the client, or too few clients joined.
         """
         with self._changed:
-            self._barrier.join(session.account.client)
+            self.barrier.join(session.account.client)
             member = self._round.add(session, plan)
             try:
-                self._barrier.wait(session.account.client, session.lane.check)
+                self.barrier.wait(session.account.client, session.lane.check)
             except RuntimeError:
                 self._round.remove(member)
                 raise

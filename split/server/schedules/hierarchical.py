@@ -54,25 +54,25 @@ class Hierarchical:
         self._adapters: defaultdict[str, BodyAdapters] = defaultdict(make_adapters)
         self._start = RoundStart({}, keeps_optimizers=False, seed=0)
         self._steps: dict[str, int] = {}
-        self._gathered: dict[int, dict[str, State]] = {}
+        self.gathered: dict[int, dict[str, State]] = {}
         self._averages: dict[str, State] = {}  # average that each client has yet to receive
         self._before: dict[str, OptimizerState] = {}  # each client's state at the round's start
         self._due: dict[str, int] = {}  # by client, the step after which its next average is due
         self._waits = WaitBudget()
         self._changed = threading.Condition()
-        self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
-        self.mark_absent = self._barrier.mark_absent
+        self.barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
+        self.mark_absent = self.barrier.mark_absent
 
     def begin_round(self, start: RoundStart) -> None:
         """Load the global body adapters into the adapters of every client in ``start.weights``."""
         with self._changed:
             self._start = start
-            self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
+            self._steps, self._due, self.gathered, self._averages = {}, {}, {}, {}
             self._common_body, self.scaled = self._global, {}
             if start.client_adapters is not None:
                 self._common = start.client_adapters
             self._waits = WaitBudget()
-            self._barrier.begin(start.weights)
+            self.barrier.begin(start.weights)
         for client in start.weights:
             self._adapters[client].load(self._global)
             if not start.keeps_optimizers:
@@ -86,14 +86,14 @@ class Hierarchical:
         """
         client = session.account.client
         with self._changed:
-            self._barrier.join(client)
+            self.barrier.join(client)
             # Register the client before waiting: others may begin before this thread wakes up.
             self._steps[client] = plan.steps
             self._due[client] = self._average_every
             self._waits.add(session)
             if self._average_every:
                 try:
-                    self._barrier.wait(client, session.lane.check)
+                    self.barrier.wait(client, session.lane.check)
                 except RuntimeError:
                     del self._steps[client]
                     self._waits.remove(client)
@@ -113,7 +113,7 @@ class Hierarchical:
         with self._changed:
             self._steps.pop(client, None)
             self._waits.remove(client)
-            for handed_in in self._gathered.values():
+            for handed_in in self.gathered.values():
                 handed_in.pop(client, None)
             self._note_waiting()
             self._changed.notify_all()
@@ -136,7 +136,7 @@ class Hierarchical:
                 self._note_waiting()
                 self._changed.wait(POLL_SECONDS)
             if client not in self._averages:
-                gathered = self._gathered.pop(step)
+                gathered = self.gathered.pop(step)
                 self._note_waiting()
                 self._compute.call(lambda: self._average_bodies(gathered))
                 self._common = self._mean(gathered, self._common, self._start.weights)
@@ -171,7 +171,7 @@ class Hierarchical:
             )
         self._check(own)
         self._due[client] += self._average_every
-        self._gathered.setdefault(step, {})[client] = own
+        self.gathered.setdefault(step, {})[client] = own
         self._note_waiting()
         self._changed.notify_all()
 
@@ -191,11 +191,11 @@ class Hierarchical:
 
     def _missing_at(self, step: int) -> set[str]:
         expected = {name for name, steps in self._steps.items() if steps > step}
-        return expected - self._gathered[step].keys()
+        return expected - self.gathered[step].keys()
 
     def _note_waiting(self) -> None:
         """Update the wait budget with the clients whose adapters a pending average still needs."""
-        waiting = (step for step, handed_in in self._gathered.items() if handed_in)
+        waiting = (step for step, handed_in in self.gathered.items() if handed_in)
         self._waits.note(set().union(*(self._missing_at(step) for step in waiting)))
 
     def _average_bodies(self, clients: Iterable[str]) -> None:

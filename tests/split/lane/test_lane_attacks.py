@@ -16,91 +16,13 @@ from split.protocol.errors import (
     LaneUnreachableError,
 )
 from split.protocol.frames import Kind
-from split.protocol.handshake import ClientHandshake
-from split.protocol.keys import ServerKeys
-from split.protocol.tickets import Identity, Ticket
 from tests.split.lanes import (
-    COURT,
-    HYBRID,
     SOON,
     changing,
     ended,
-    refusal,
     relaying,
     serving,
 )
-
-
-def test_tickets_that_are_no_good_are_named(server):
-    used = server.ticket()
-    server.client(ticket=used).close()
-    cases = {
-        "not issued": (Ticket(bytes(16), bytes(32)), COURT),
-        "has expired": (server.ticket(lifetime=0), COURT),
-        "has been used": (used, COURT),
-        "different run": (server.ticket(Identity("run", 1, "reasoning")), COURT),
-    }
-    for words, (ticket, identity) in cases.items():
-        with pytest.raises(HandshakeError, match=words):
-            server.client(ticket=ticket, identity=identity)
-
-
-def test_the_old_key_is_refused_by_name_and_the_ticket_stays_good():
-    with serving(keys=ServerKeys(HYBRID)) as server:
-        ticket, old = server.ticket(), server.keys.public
-        server.keys.rotate()
-        with pytest.raises(HandshakeError, match="server's key has changed"):
-            server.client(ticket=ticket, public=old)
-        server.client(ticket=ticket).close()
-
-
-@pytest.mark.parametrize(
-    ("number", "place"),
-    [(0, 0), (0, 4), (0, 6), (0, 30), (0, 60), (0, 700), (0, 1260), (1, 1), (1, 20)],
-)
-def test_an_altered_message_of_the_client_is_refused_and_the_ticket_stays_good(
-    server, number, place
-):
-    def alter(index, message):
-        if index == number:
-            message = message[:place] + bytes([message[place] ^ 1]) + message[place + 1 :]
-        return [message]
-
-    ticket = server.ticket()
-    with relaying(server, up=alter) as relay:
-        refusal(lambda: server.client(ticket=ticket, address=relay.address))
-    server.client(ticket=ticket).close()
-
-
-@pytest.mark.parametrize("place", [0, 4, 5, 10, 37, 38, 69])
-def test_an_altered_answer_of_the_server_is_refused_and_the_ticket_stays_good(server, place):
-    def alter(_, message):
-        return [message[:place] + bytes([message[place] ^ 1]) + message[place + 1 :]]
-
-    ticket = server.ticket()
-    with relaying(server, down=alter) as relay:
-        refusal(lambda: server.client(ticket=ticket, address=relay.address))
-    server.client(ticket=ticket).close()
-
-
-def test_who_hears_everything_cannot_get_before_the_honest_client(server):
-    ticket = server.ticket()
-    handshake = ClientHandshake(ticket, COURT, server.keys.public, HYBRID)
-    hello = handshake.hello()
-    with closing(grpc.insecure_channel(server.address)) as channel:
-        method = channel.stream_stream(f"/{SERVICE}/{METHOD}")
-        messages = queue.SimpleQueue()
-        messages.put(hello)
-        thief = method(iter(messages.get, None), timeout=SOON)
-        next(thief)  # the server answers: the bytes are an honest client's
-        honest, lane = server.pair(ticket=ticket)
-        messages.put(b"CHLN\x04\x03" + bytes(32))
-        with pytest.raises(grpc.RpcError) as raised:
-            next(thief)
-        assert raised.value.details() == "chambers: authentication"
-        honest.send(Kind.JOIN)
-        assert lane.receive(SOON).kind is Kind.JOIN
-        honest.close()
 
 
 def test_of_two_lanes_with_one_ticket_one_comes_about(server):
@@ -227,8 +149,3 @@ def test_outsiders_bytes_are_refused(server, size):
             grpc.StatusCode.RESOURCE_EXHAUSTED,
         }
     server.client().close()
-
-
-def test_an_unknown_suite_is_named(server):
-    with pytest.raises(HandshakeError, match=r"split\.key-exchange"):
-        server.client(suite="rot13")

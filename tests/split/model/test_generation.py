@@ -325,8 +325,8 @@ def test_lanes_that_generate_at_once_share_passes(adapter, fails, random_checkpo
             model.end()
 
     with scene.serving() as server:
-        hook = server._body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
-        last = server._body.model.base_model.layers[-1]
+        hook = server.body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+        last = server.body.model.base_model.layers[-1]
         last.register_forward_pre_hook(run_out)
         threads = [
             threading.Thread(target=work, args=(scene.client(name), *others))
@@ -360,11 +360,11 @@ def test_lanes_with_many_rows_share_no_pass(rows, count, random_checkpoint):
             scene.choose(model)
             send_texts(model, rows, columns=1, new_tokens=1)
             model.lane.receive(30)
-        hook = server._body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+        hook = server.body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
         with busy(server):
             for model in models:
                 send_texts(model, rows, columns=1, new_tokens=None, index=1)
-            wait_until(lambda: len(server._compute._waiting) == 2)
+            wait_until(lambda: len(server.compute.waiting) == 2)
         for model in models:
             model.lane.receive(30)
         hook.remove()

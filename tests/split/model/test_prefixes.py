@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from peft import PeftModel
 
 from finetuning.adapters.adapter import (
     attach_adapter,
     initial_adapter,
     load_adapter,
     load_state,
-    save_adapter,
     trainable_parameters,
 )
 from finetuning.adapters.prefixes import SAVED, BlockPrefixes
@@ -166,20 +164,6 @@ def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
         join_adapters([parts["head"], parts["head"]])
     with pytest.raises(ValueError, match="model's 7 blocks"):
         take_apart(state, Partition(7, 1, 1))
-
-
-def test_a_joined_prefix_is_loaded_by_peft_and_gives_the_same(base, tmp_path):
-    state, config = initial_adapter(str(base), PREFIX, 2)
-    parts, tokens = prefixed_parts(base, 2, 1, state), draw_tokens()
-    joined = join_adapters(
-        {n: p.detach() for n, p in part.trainable().items()} for part in parts.values()
-    )
-    save_adapter(tmp_path / "adapter", joined, config, "# A card\n")
-    theirs = PeftModel.from_pretrained(whole_model(base), tmp_path / "adapter").eval()
-    for side in ("right", "left"):
-        expected = whole_logits(theirs, tokens, side)
-        ours = split_logits(parts, tokens, side)
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_interleaved_prefixes_of_one_body_train_as_if_each_had_its_own(base):

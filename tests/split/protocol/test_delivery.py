@@ -114,13 +114,6 @@ def test_a_count_that_cannot_be_true_is_refused_and_changes_nothing(take, sent, 
     assert numbers_sent(delivery) == list(range(had, sent + unsent))
 
 
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("take", [Delivery.acknowledge, Delivery.restart])
-def test_counts_just_outside_are_refused(take, count):
-    with pytest.raises(FrameError):
-        take(sent_frames(3, arrived=2), count)
-
-
 def test_what_went_over_an_earlier_stream_alone_cannot_be_acknowledged_yet():
     delivery = sent_frames(3)
     delivery.restart(1)

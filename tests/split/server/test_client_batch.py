@@ -265,34 +265,6 @@ def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, moment
     assert_nothing_is_left()
 
 
-def test_a_client_that_hangs_is_left_behind(base, beginning):
-    split = split_settings(schedule="client-batch", gather_timeout=1.0)
-    clients = [Client(name, base, split) for name in SIZES]
-    blocked = []
-
-    def hang(model) -> None:
-        receive = model.lane.receive
-
-        def receiving(timeout):
-            frame = receive(timeout)
-            if frame.kind is Kind.HIDDEN and frame.step == 2:
-                blocked.append(frame)
-                while True:
-                    receive(60.0)
-            return frame
-
-        model.lane.receive = receiving
-
-    with serving(base, beginning, split) as server:
-        server.begin_round(SIZES, 0)
-        steps = dict.fromkeys(SIZES, 5)
-        trained = train_together(clients, server, beginning, steps, disturbing={"beta": hang})
-        accounts = {account.client: account for account in server.finish_lanes()}
-    assert blocked and set(trained) == {"alpha", "gamma"}
-    assert "split.gather-timeout" in accounts["beta"].error
-    assert accounts["alpha"].steps == accounts["gamma"].steps == 5
-
-
 def test_those_who_join_too_late_are_named(base, beginning):
     split = split_settings(schedule="client-batch", join_timeout=2.0)
     clients = [Client(name, base, split) for name in ("alpha", "beta")]

@@ -220,7 +220,7 @@ def test_others_do_not_learn_why_a_common_computation_failed(base, beginning):
     with serving(base, beginning, split) as server:
 
         def fail(model):
-            server._compute.call(lambda: server._body.remove(server._schedule._adapters.name))
+            server.compute.call(lambda: server.body.remove(server.schedule.adapters.name))
 
         server.begin_round({"alpha": 9, "beta": 6}, 0)
         steps = {"alpha": 3, "beta": 3}

@@ -93,7 +93,7 @@ def test_a_norm_that_a_member_reports_before_it_leaves_raises_no_cap(base, begin
         compute(members, 0)
         with busy(server):
             end(members, {"ada": 1.0, "alpha": 1.0, "mallory": 2.0**20}, 0)
-            wait_until(lambda: [j.priority for j in server._compute._waiting] == [Priority.STEP])
+            wait_until(lambda: [j.priority for j in server.compute.waiting] == [Priority.STEP])
             # Its next step begins too early, which ends its lane.
             mallory = members.pop("mallory")
             mallory.send(hostile.hidden(mallory.sealer, WIDTH, step=1, **COUNTS))
@@ -120,7 +120,7 @@ def test_a_member_that_has_finished_stays_in_the_others_median(base, beginning):
         ada.send(hostile.empty(ada.sealer, Kind.END))
         awaited(ada, Kind.END)
         ada.send(hostile.empty(ada.sealer, Kind.CLOSE))
-        wait_until(lambda: server._accounts)
+        wait_until(lambda: len(server.progress()) == 2)
         compute(members, 1)
         end(members, {"alpha": 5.0, "mallory": 1.0}, 1)
         for member in members.values():

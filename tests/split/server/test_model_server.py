@@ -23,12 +23,12 @@ class Served(Scene):
     """A scene whose body is served for generation."""
 
     @contextmanager
-    def model_server(self):
+    def model_server(self, peers=None):
         partition = partition_of(self.directory, self.split)
-        body = load_parts(ModelSettings(dtype="float32"), self.directory, partition, ("body",))[
-            "body"
-        ]
-        server = ModelServer(body, self.adapter, self.split, "run", max_prompt_length=20)
+        parts = load_parts(ModelSettings(dtype="float32"), self.directory, partition, ("body",))
+        server = ModelServer(
+            parts["body"], self.adapter, self.split, "run", max_prompt_length=20, peers=peers
+        )
         try:
             yield server
         finally:
@@ -74,8 +74,10 @@ def test_a_client_s_newer_lane_displaces_the_older_and_nobody_else_s(scene):
 
 
 def test_displaced_lanes_count_until_the_current_job_has_ended(scene):
-    with scene.model_server() as server, ExitStack() as lanes:
-        server._lanes._peers = PeerLimits(lanes_of_one_identity=2)
+    with (
+        scene.model_server(PeerLimits(lanes_of_one_identity=2)) as server,
+        ExitStack() as lanes,
+    ):
         alpha, beta = scene.client("alpha"), scene.client("beta")
         invitation = scene.invite(server, alpha)
         with busy(server):

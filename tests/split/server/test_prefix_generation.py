@@ -100,7 +100,7 @@ def test_the_check_before_a_run_generates_texts(
         Partition(4, 1, 1),
         "prefix" in lost,
     )
-    positions, fill = KeyValues._mask_and_positions, BlockPrefixes.fill
+    positions, fill = KeyValues.mask_and_positions, BlockPrefixes.fill
 
     def wrong_positions(self, columns):
         result = positions(self, columns)
@@ -116,7 +116,7 @@ def test_the_check_before_a_run_generates_texts(
         if prefixes:
             patch.setattr(BlockPrefixes, "fill", not_at_the_tail)
         else:
-            patch.setattr(KeyValues, "_mask_and_positions", wrong_positions)
+            patch.setattr(KeyValues, "mask_and_positions", wrong_positions)
         check_exactness(directory, settings, partition, prefixes)
         with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = false"):
             check_exactness(directory, settings, partition, prefixes, generation=True)

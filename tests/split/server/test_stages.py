@@ -126,14 +126,14 @@ def test_a_killed_stage_is_named_to_the_clients(base, beginning, key, two, sched
 
         def kill(split_model):
             """Kill the stage between the forward and the backward pass."""
-            send = split_model._body.send_gradient
+            send = split_model.body.send_gradient
 
             def sending(*arguments):
                 process.kill()
                 process.wait()
                 send(*arguments)
 
-            split_model._body.send_gradient = sending
+            split_model.body.send_gradient = sending
 
         with serving(base, beginning, split, model=model) as server:
             server.begin_round({"alpha": 9}, 0)
@@ -153,14 +153,14 @@ def test_a_stage_frees_the_activations_of_a_client_that_has_left(base, beginning
             gradients.append(gradient)
             raise StoppedError
 
-        split_model._body.send_gradient = stop
+        split_model.body.send_gradient = stop
 
     with serving(base, beginning, split, model=model) as server:
         server.begin_round({"alpha": 9}, 0)
         with pytest.raises(StoppedError):
             Client("alpha", base, split, model=model).train(server, beginning, disturb=leave)
         server.finish_lanes()
-        for each in server._body._stages:
+        for each in server.body.stages:
             with pytest.raises(RuntimeError, match="KeyError: 1"):
                 each.call("backward", {"gradient": gradients[0]}, number=1)
 

@@ -323,7 +323,7 @@ def test_who_breaks_off_after_handing_in_is_not_in_the_average(base, beginning):
         def sending(kind, *rest, **named):
             send(kind, *rest, **named)
             if kind is Kind.AVERAGE:
-                wait_until(lambda: server._schedule._gathered)
+                wait_until(lambda: server.schedule.gathered)
                 raise StoppedError
 
         model.lane.send = sending
@@ -361,7 +361,7 @@ def test_who_hands_in_last_changes_no_average(base, beginning):
 
         def sending(kind, step=0, *rest, **named):
             if kind is Kind.AVERAGE:
-                wait_until(lambda: len(server._schedule._gathered.get(step, {})) == 2)
+                wait_until(lambda: len(server.schedule.gathered.get(step, {})) == 2)
             send(kind, step, *rest, **named)
 
         model.lane.send = sending
@@ -403,14 +403,14 @@ def test_what_one_hands_in_within_a_round_moves_the_others_little(
     received = {}
 
     def disturb(model) -> None:
-        average = model._body.average
+        average = model.body.average
 
         def averaging(own):
             given = {n: torch.full_like(v, weight) for n, v in own.items()} if weight else own
             received.update(average(given))
             return received
 
-        model._body.average = averaging
+        model.body.average = averaging
 
     clients = [Client(name, base, split) for name in SIZES]
     with serving(base, beginning, split) as server:
