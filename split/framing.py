@@ -3,7 +3,6 @@
 import socket
 import struct
 
-MAX_BYTES = 2**63 - 1
 _LENGTH = struct.Struct(">Q")
 
 
@@ -13,7 +12,7 @@ def send(connection: socket.socket, content: bytes) -> None:
     connection.sendall(content)
 
 
-def receive(connection: socket.socket, max_bytes: int = MAX_BYTES) -> bytearray:
+def receive(connection: socket.socket, max_bytes: int = 2**63 - 1) -> bytearray:
     """Receive a message; raise ``OSError`` if it exceeds ``max_bytes``, or is incomplete."""
     (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
     if size > max_bytes:

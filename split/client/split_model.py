@@ -32,6 +32,27 @@ class SplitModel:
     The caller that opened the lane must close it. The model waits ``frame_timeout`` seconds for the
     server's next frame, and for activation budget until ``deadline`` on ``time.monotonic``'s clock
     (None: ``frame_timeout``). `connect` describes ``noise``.
+
+    Example:
+        The client of the example of `BlockServer` takes a step with two texts of six tokens.
+
+        >>> import time
+        >>> import split
+        >>> import torch
+        >>> from finetuning.data.batching import collate
+        >>> from finetuning.data.tokenization import Example
+        >>> partition = split.partition_of(directory, settings)
+        >>> parts = split.load_parts(model, directory, partition, ["head", "tail"])
+        >>> for part in parts.values():
+        ...     part.attach(adapter)
+        >>> text = Example(torch.arange(6), torch.arange(6) > 2, 3, reference="", row=0)
+        >>> with split.connect(invitation, parts, settings, 64, time.monotonic() + 60) as client:
+        ...     client.join(split.RoundPlan(steps=1, first_step=0, total_steps=1, seed=0))
+        ...     losses = client.accumulate([collate([text, text], padding=0)], seed=0)
+        ...     norm = client.clip(maximum=1.0)
+        ...     client.end()
+        >>> losses[0] > 0 and norm > 0
+        True
     """
 
     def __init__(

@@ -35,12 +35,12 @@ from split.protocol.errors import (
 )
 from split.protocol.frames import Frame, Kind, Limits, Value
 from split.protocol.payload import Outgoing
-from split.protocol.records import MAX_BYTES
+from split.protocol.records import MAX_BYTES_PER_KEY
 from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
 # A client replaces a stream before its keys reach their limit, with a margin for one large frame.
-REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
+REPLACE_AFTER_BYTES = MAX_BYTES_PER_KEY - 2**32
 _FRAMES_AHEAD = 16  # maximum number of frames that wait for ``receive``, whatever their size
 
 

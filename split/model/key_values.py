@@ -204,5 +204,8 @@ class _JoinedLayer(DynamicLayer):  # type: ignore[misc]
         own = zip(self._layers, keys.split(self._rows), values.split(self._rows), strict=True)
         updated = [layer.update(k, v) for layer, k, v in own]
         length = self.get_seq_length()
-        padded = ([pad(t, (0, 0, length - t.shape[-2], 0)) for t in pair] for pair in updated)
-        return tuple(torch.cat(tensors) for tensors in zip(*padded, strict=True))
+        joined = []
+        for caches in zip(*updated, strict=True):  # the keys of all layers, then the values
+            padded = [pad(cache, (0, 0, length - cache.shape[-2], 0)) for cache in caches]
+            joined.append(torch.cat(padded))
+        return tuple(joined)

@@ -153,17 +153,20 @@ class Part:
     def _factors(self, layer: Any, names: Sequence[str | None]) -> tuple[Any, Any]:
         """Return each row's LoRA factors, (rows, in, rank) and (rows, rank, out), scaled."""
         any_slot = next(iter(layer.lora_A))
-        zeros = [torch.zeros_like(m[any_slot].weight.mT) for m in (layer.lora_A, layer.lora_B)]
-        pairs = []
+        no_first, no_second = (
+            torch.zeros_like(m[any_slot].weight.mT) for m in (layer.lora_A, layer.lora_B)
+        )
+        firsts, seconds = [], []
         for name in names:
             slot = self._slots.get(name or "")
-            pair = zeros
             if slot in layer.lora_A:
-                pair = [layer.lora_A[slot].weight.mT, layer.lora_B[slot].weight.mT]
-                pair = [pair[0] * layer.scaling[slot], pair[1]]
-            pairs.append(pair)
-        first, second = (torch.stack([pair[i].detach() for pair in pairs]) for i in (0, 1))
-        return first, second
+                first, second = (m[slot].weight.detach().mT for m in (layer.lora_A, layer.lora_B))
+                firsts.append(first * layer.scaling[slot])
+                seconds.append(second)
+            else:
+                firsts.append(no_first)
+                seconds.append(no_second)
+        return torch.stack(firsts), torch.stack(seconds)
 
     def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights, sorted and keyed by name in the whole model's saved adapter.

@@ -56,7 +56,7 @@ class CachedExtension:
 
 
 # A STEP frame means that the client no longer needs the cached texts.
-Event = ModelChoice | ForwardPass | Prompts | CachedExtension | Frame
+EvaluationEvent = ModelChoice | ForwardPass | Prompts | CachedExtension | Frame
 
 
 class Evaluation:
@@ -91,7 +91,7 @@ class Evaluation:
         self._new_tokens = self._frames = 0
         self._complete = False  # whether endings have completed the cached texts
 
-    def receive(self, frame: Frame) -> Event | None:
+    def receive(self, frame: Frame) -> EvaluationEvent | None:
         """Check the next frame; return its event, or None for ``END``.
 
         Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
@@ -120,10 +120,10 @@ class Evaluation:
         self._model, self._prefix, self._frames = model, self._models[model], 0
         return ModelChoice(model, is_new=self.choosing)
 
-    def _hidden(self, frame: Frame) -> Event:
+    def _hidden(self, frame: Frame) -> EvaluationEvent:
         hidden, padding = read_hidden(frame)
         if "new_tokens" in frame.fields:
-            event: Event = self._prompts(frame, hidden, padding)
+            event: EvaluationEvent = self._prompts(frame, hidden, padding)
         elif "endings" in frame.fields:
             event = self._endings(frame, hidden, padding)
         elif not self._frames:

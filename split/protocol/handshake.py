@@ -23,6 +23,7 @@ from split.protocol.keys import (
     MAC_BYTES,
     SUITE_NUMBERS,
     WRAPPED_BYTES,
+    WRAPPED_SECRET_BYTES,
     KeyExchange,
     KeySchedule,
     LaneSecrets,
@@ -32,10 +33,9 @@ from split.protocol.keys import (
     key_identifier,
     wrap,
 )
-from split.protocol.keys import SECRET_BYTES as WRAPPED_SECRET_BYTES
 from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity, Ticket, TicketBook
 
-VERSION = 4
+HANDSHAKE_VERSION = 4
 _MAGIC = b"CHLN"
 _PREFIX = struct.Struct(">4sBB")  # magic bytes, version, number of the message
 PREFIX_BYTES = _PREFIX.size
@@ -225,7 +225,7 @@ def read_hello(message: bytes) -> Hello:
 
 def prefix(number: int) -> bytes:
     """Return the prefix of the message with this number."""
-    return _PREFIX.pack(_MAGIC, VERSION, number)
+    return _PREFIX.pack(_MAGIC, HANDSHAKE_VERSION, number)
 
 
 def check_prefix(message: bytes, number: int) -> None:
@@ -235,7 +235,7 @@ def check_prefix(message: bytes, number: int) -> None:
     magic, version, found = _PREFIX.unpack_from(message)
     if magic != _MAGIC or found != number:
         raise HandshakeError(Refusal.MALFORMED)
-    if version != VERSION:
+    if version != HANDSHAKE_VERSION:
         raise HandshakeError(Refusal.VERSION)
 
 

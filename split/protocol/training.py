@@ -96,7 +96,7 @@ class StepEnd:
 
 
 # A frame with adapters of the head and the tail requests their average over all clients.
-Event = HeadOutput | OutputGradient | StepEnd | Frame
+TrainingEvent = HeadOutput | OutputGradient | StepEnd | Frame
 
 
 class TrainingRound:
@@ -147,7 +147,7 @@ class TrainingRound:
         # The body's learning rate must not depend on numbers that a client reports.
         self.plan = replace(plan, first_step=max_plan.first_step, total_steps=max_plan.total_steps)
 
-    def receive(self, frame: Frame) -> Event | None:
+    def receive(self, frame: Frame) -> TrainingEvent | None:
         """Check the next frame; return its event, or None for ``END``.
 
         Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.

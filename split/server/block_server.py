@@ -49,6 +49,27 @@ class BlockServer(Endpoint):
         rounds: Number of rounds of the run.
         minimum: Minimum number of clients of a round, if clients train together.
         max_cached_tokens: Padded tokens, part of the budget, of the largest batch of texts.
+
+    Example:
+        >>> import split
+        >>> from finetuning.adapters.adapter import initial_adapter
+        >>> from finetuning.model.base_model import locate
+        >>> from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+        >>> model, adapter, settings = ModelSettings(), AdapterSettings(), split.SplitSettings()
+        >>> directory = locate(model.name)
+        >>> state, _ = initial_adapter(model.name, adapter, seed=0)
+        >>> server = split.BlockServer(
+        ...     body=split.load_body(directory, model, settings),
+        ...     state=split.take_apart(state, split.partition_of(directory, settings)),
+        ...     split=settings,
+        ...     adapter=adapter,
+        ...     train=TrainSettings(local_steps=1),
+        ...     max_batch_tokens=64,
+        ...     max_columns=32,
+        ... )
+        >>> server.begin_round({"court": 2}, seed=0)
+        >>> invitation = server.invite_to_train("court", round_number=1, seed=0, lifetime=60.0)
+        >>> server.stop()  # when the client has trained, as in the example of `SplitModel`
     """
 
     def __init__(

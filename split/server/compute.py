@@ -83,6 +83,22 @@ class ComputeThread:
     """Thread that runs jobs one at a time, so that only one thread uses the body.
 
     Activations of at most ``activation_budget`` padded tokens are in memory at once.
+
+    Example:
+        >>> import threading
+        >>> class Owner:
+        ...     def failed(self, error):
+        ...         print("a job failed:", error)
+        >>> compute, done = ComputeThread(activation_budget=100), threading.Event()
+        >>> compute.put(Job(Owner(), Priority.FORWARD, done.set, tokens=60))
+        >>> done.wait(10)
+        True
+        >>> compute.free_tokens
+        40
+        >>> compute.release(60)
+        >>> compute.call(lambda: "the result of a function in the thread")
+        'the result of a function in the thread'
+        >>> compute.stop()
     """
 
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -55,7 +55,7 @@ def exchange(client, lane):
 # Up: M1, M3, CONFIRM, records. Down: M2, CONFIRM, records. Cut twice, at different places.
 @pytest.mark.parametrize("direction", ["up", "down"])
 @pytest.mark.parametrize("first", range(11))
-def test_wherever_streams_are_cut_frames_arrive_once_and_in_order(server, direction, first):
+def test_after_a_cut_anywhere_frames_arrive_once_and_in_order(server, direction, first):
     change = cutting([first, (first + 4) % 11])
     with relaying(server, **{direction: change}) as relay:
         client, lane = server.pair(address=relay.address, patience=SOON)
@@ -65,7 +65,7 @@ def test_wherever_streams_are_cut_frames_arrive_once_and_in_order(server, direct
 
 
 @pytest.mark.parametrize("instead_of", [0, 1])  # M2, the confirmation
-def test_a_refusal_forged_on_the_way_costs_nothing_but_another_attempt(server, instead_of):
+def test_a_forged_refusal_costs_only_another_attempt(server, instead_of):
     forgeries = [ForgedError(Refusal.TICKET_USED)]
 
     def down(index, message):
@@ -106,7 +106,7 @@ def sent_twice(server):
 
 
 @pytest.mark.parametrize("counts", [[3], [2**32 - 1], [2, 1], [1, 0]], ids=str)
-def test_a_client_that_acknowledges_what_cannot_be_loses_its_lane(server, counts):
+def test_impossible_acknowledgements_end_the_lane(server, counts):
     member, _, lane = sent_twice(server)
     with closing(member):
         for count in counts:
@@ -116,7 +116,7 @@ def test_a_client_that_acknowledges_what_cannot_be_loses_its_lane(server, counts
 
 
 @pytest.mark.parametrize(("before", "count"), [(0, 3), (2, 1), (2, 2**32 - 1)])
-def test_a_client_that_lies_in_a_new_stream_s_confirmation_loses_its_lane(server, before, count):
+def test_a_lie_in_the_confirmation_of_a_stream_ends_the_lane(server, before, count):
     member, invitation, lane = sent_twice(server)
     with closing(member):
         member.send(end_of_step(member.sealer, acknowledged=before))

@@ -70,7 +70,7 @@ def test_traffic_is_what_goes_over_tcp(server):
     proxy.cut()
 
 
-def test_a_wait_has_its_limit_and_the_lane_lives_on(server):
+def test_a_wait_has_its_limit_and_leaves_the_lane_open(server):
     client, lane = server.pair()
     with pytest.raises(LaneTimeoutError, match=r"0\.1 s"):
         client.receive(0.1)
@@ -87,7 +87,7 @@ def test_numbers_that_are_not_finite_end_the_lane_in_words(server):
     client.close()
 
 
-def test_what_a_lane_does_not_allow_is_said_at_once_and_the_lane_lives_on(server):
+def test_a_frame_that_is_not_allowed_leaves_the_lane_open(server):
     client, lane = server.pair()
     with pytest.raises(FrameError, match="same base model"):
         client.send(Kind.HIDDEN, tensors={"hidden": torch.zeros(1, 1, HIDDEN + 1)})
@@ -139,7 +139,7 @@ def test_frames_without_tensors_are_weighed_too(server):
     client.close()
 
 
-def test_nothing_of_an_ended_lane_s_streams_is_kept(server):
+def test_streams_of_an_ended_lane_are_freed(server):
     before = {id(o) for o in gc.get_objects() if type(o) is Stream}
     for _ in range(8):
         client, lane = server.pair()
@@ -217,7 +217,7 @@ def test_nothing_secret_is_logged_or_shown(server, caplog, capfd):
         assert f"{number:.4f}" not in text
 
 
-def test_a_peer_s_words_are_shown_escaped(server, caplog):
+def test_messages_of_peers_are_shown_escaped(server, caplog):
     """A client that doesn't escape what it says can't break a line, a terminal or a file."""
     caplog.set_level(logging.DEBUG)
     client, lane = server.pair()

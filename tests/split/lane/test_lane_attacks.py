@@ -71,7 +71,7 @@ def once(change):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_happens_to_a_record_on_the_way_costs_a_stream_and_no_frame(server, what):
+def test_a_changed_record_up_costs_a_stream_and_no_frame(server, what):
     with relaying(server, up=changing(4, once(CHANGES[what]))) as relay:
         client, lane = server.pair(address=relay.address)
         for number in range(4):
@@ -83,7 +83,7 @@ def test_what_happens_to_a_record_on_the_way_costs_a_stream_and_no_frame(server,
         client.close()
 
 
-def test_what_happens_to_a_record_on_its_way_down_costs_a_stream_and_no_frame(server):
+def test_a_changed_record_down_costs_a_stream_and_no_frame(server):
     change = once(CHANGES["a bit of the tag"])
     with relaying(server, down=changing(2, change)) as relay:
         client, lane = server.pair(address=relay.address)
@@ -94,7 +94,7 @@ def test_what_happens_to_a_record_on_its_way_down_costs_a_stream_and_no_frame(se
         client.close()
 
 
-def test_who_alters_every_stream_ends_a_lane_that_was_cut_too_often():
+def test_altering_every_stream_ends_the_lane():
     with (
         serving(peers=PeerLimits(max_streams=3)) as server,
         relaying(server, up=changing(3, CHANGES["a bit of the tag"])) as relay,

@@ -111,7 +111,7 @@ def ends_of(whole: WholeModel, settings) -> list[int]:
 @pytest.mark.parametrize(
     "architecture", [name if name in BY_DAY else nightly(name) for name in ARCHITECTURES]
 )
-def test_texts_are_the_whole_model_s_token_for_token(architecture, random_checkpoint):
+def test_texts_equal_the_whole_model_token_for_token(architecture, random_checkpoint):
     scene = Scene(random_checkpoint(architecture), architecture)
     whole, client = scene.whole(), scene.client()
     with scene.serving() as server:
@@ -186,9 +186,7 @@ INHERITED = {
 }
 
 
-def test_only_end_tokens_come_from_the_checkpoint_s_settings_of_generation(
-    random_checkpoint, tmp_path
-):
+def test_only_end_tokens_come_from_the_generation_config(random_checkpoint, tmp_path):
     directory = tmp_path / "checkpoint"
     shutil.copytree(random_checkpoint("Llama"), directory)
     file = directory / "generation_config.json"
@@ -209,7 +207,7 @@ def test_only_end_tokens_come_from_the_checkpoint_s_settings_of_generation(
         load_checkpoint(directory)
 
 
-def test_forward_passes_and_models_may_change_between_generations(random_checkpoint):
+def test_models_and_forward_passes_alternate_with_generations(random_checkpoint):
     scene = Scene(random_checkpoint("Mistral"))
     whole, client = scene.whole(), scene.client()
     batches = [collate([example], 0) for example in draw(5, 0)]
@@ -502,7 +500,7 @@ def test_drafts_follow_a_prefix(random_checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_model", [False, True])
-def test_sampled_texts_with_drafts_have_the_model_s_distribution(
+def test_sampled_texts_with_drafts_have_the_right_distribution(
     random_checkpoint, monkeypatch, by_model
 ):
     """Compare the next two tokens with their probabilities by a chi-squared test."""

@@ -92,9 +92,7 @@ def whole_logits(model, tokens: torch.Tensor, side: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "architecture", [name if name in BY_DAY else nightly(name) for name in ARCHITECTURES]
 )
-def test_logits_and_gradients_of_the_parts_are_those_of_peft_s_forward(
-    architecture, random_checkpoint
-):
+def test_logits_and_gradients_of_the_parts_equal_peft(architecture, random_checkpoint):
     directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
     state, tokens = random_prefix(directory), draw_tokens()
     whole = attach_adapter(whole_model(directory), PREFIX, str(directory)).eval()
@@ -166,7 +164,7 @@ def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
         take_apart(state, Partition(7, 1, 1))
 
 
-def test_interleaved_prefixes_of_one_body_train_as_if_each_had_its_own(base):
+def test_interleaved_prefixes_train_as_in_separate_bodies(base):
     names, padding = ["Dr. A", "Dr. B"], Padding("right", LENGTHS)
     states = {name: random_prefix(base, seed) for seed, name in enumerate(names)}
     given = {name: torch.randn(3, 11, 32) for name in names}

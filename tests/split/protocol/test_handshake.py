@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.handshake import (
+    HANDSHAKE_VERSION,
     MAX_HELLO_BYTES,
-    VERSION,
     ClientHandshake,
     ServerHandshake,
     hello_context,
@@ -109,7 +109,7 @@ def test_every_altered_byte_of_the_answer_is_noticed():
     assert pair.still_good()
 
 
-def test_every_altered_byte_of_the_last_message_is_noticed_and_leaves_the_ticket():
+def test_every_altered_byte_of_the_last_message_is_noticed():
     pair = Pair()
     finished, _ = pair.client.finish(answered(pair.server, pair.client.hello()))
     for place in range(len(finished)):
@@ -141,7 +141,7 @@ def test_messages_have_exact_lengths():
 @given(st.binary(max_size=MAX_HELLO_BYTES + 10), st.booleans(), st.integers(1, 3))
 def test_any_bytes_are_refused_by_name(content, with_prefix, number):
     if with_prefix:
-        content = b"CHLN" + bytes([VERSION, number]) + content
+        content = b"CHLN" + bytes([HANDSHAKE_VERSION, number]) + content
     pair = _started()
     refusal(answered, ServerHandshake(pair.keys, pair.book), content)
     refusal(pair.client.finish, content)
@@ -238,7 +238,7 @@ def test_the_mac_is_checked_before_any_public_key_work():
     assert refusal(answered, pair.server, hello) is Refusal.AUTHENTICATION
 
 
-def test_who_heard_everything_can_neither_finish_nor_use_the_ticket_up():
+def test_an_eavesdropper_can_not_use_up_the_ticket():
     pair = Pair()
     hello = pair.client.hello()
     honest_answer = answered(pair.server, hello)
@@ -251,7 +251,7 @@ def test_who_heard_everything_can_neither_finish_nor_use_the_ticket_up():
     assert theirs == mine
 
 
-def test_who_gets_there_before_the_honest_client_can_neither_finish_nor_use_the_ticket_up():
+def test_a_faster_eavesdropper_can_not_use_up_the_ticket():
     pair = Pair()
     hello = pair.client.hello()
     eavesdropper = ServerHandshake(pair.keys, pair.book)

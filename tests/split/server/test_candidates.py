@@ -47,7 +47,7 @@ def scene_of(random_checkpoint, architecture="Llama", kind="lora", **split) -> S
         *(("Llama", "prefix", 1), nightly("Llama", "lora", 0), ("GPT2", "lora", 0)),
     ],
 )
-def test_they_are_the_whole_model_s(random_checkpoint, architecture, kind, blocks):
+def test_log_probabilities_equal_the_whole_model(random_checkpoint, architecture, kind, blocks):
     scene = scene_of(random_checkpoint, architecture, kind, head_blocks=blocks, tail_blocks=blocks)
     whole, client = scene.whole(), scene.client()
     expected = values(whole)

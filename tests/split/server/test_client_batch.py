@@ -122,7 +122,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("budget", [nightly(100_000), 3 * 20])
-def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginning, budget):
+def test_the_stack_equals_copies_of_head_and_tail_on_one_body(base, beginning, budget):
     """With unequal lengths, rows, micro-batches per step, and steps; in one pass or several."""
     steps = {"alpha": 6, "beta": 3, "gamma": 5}
     split = split_settings(schedule="client-batch", activation_budget=budget)
@@ -143,7 +143,7 @@ def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginnin
     assert not [account for account in accounts if account.error]
 
 
-def test_rows_and_columns_that_do_not_fit_together_are_not_stacked():
+def test_rows_and_columns_that_do_not_fit_are_not_stacked():
     shapes = [(256, 1), (1, 256), (2, 128), (1, 128)]
     outputs = [
         HeadOutput(
@@ -164,9 +164,7 @@ def test_rows_and_columns_that_do_not_fit_together_are_not_stacked():
     assert [each.budget_tokens for each in passes] == [256, 256, 384]
 
 
-def test_a_client_of_many_rows_and_one_of_a_long_row_are_computed_within_the_budget(
-    base, beginning
-):
+def test_many_rows_and_a_long_row_are_computed_within_the_budget(base, beginning):
     """Stacked, 64 rows of a token and a row of 64 would be 4,160 tokens, nearly all padding."""
     sizes = {"mallory": (64, 1), "alpha": (1, 64)}
     train = TRAIN.model_copy(update={"accumulation": 32})

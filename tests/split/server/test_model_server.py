@@ -55,7 +55,7 @@ def test_an_invitation_opens_one_lane_after_another(scene):
                 model.end()
 
 
-def test_a_client_s_newer_lane_displaces_the_older_and_nobody_else_s(scene):
+def test_a_newer_lane_displaces_only_the_same_clients_older_lane(scene):
     expected = generated(scene.whole(), **GREEDY)
     alpha, again, beta = (scene.client(name) for name in ("alpha", "alpha", "beta"))
     with scene.model_server() as server:
@@ -117,7 +117,7 @@ def test_stopping_ends_lanes_with_a_word(scene):
         stopping.join(20)
 
 
-def test_an_unknown_model_too_much_text_and_no_generation_end_the_lane_alone(scene):
+def test_what_a_served_model_does_not_allow_ends_one_lane(scene):
     client = scene.client()
     with scene.model_server() as server:
         invitation = scene.invite(server, client)

@@ -36,7 +36,7 @@ def choose(scene: Scene, model, name: str) -> None:
     ("architecture", "changes"),
     [case if case[0] in BY_DAY else nightly(*case) for case in CASES],
 )
-def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, random_checkpoint):
+def test_texts_equal_the_whole_model_token_for_token(architecture, changes, random_checkpoint):
     """Those of the base model, too, before and after."""
     directory = random_checkpoint(architecture, **changes)
     whole = Scene(directory, architecture, PREFIX).whole()

@@ -59,7 +59,7 @@ def test_one_client_equals_centralised_training(base, schedule, head, tail):
     assert (account.steps, account.error) == (STEPS, "")
 
 
-def test_dropout_drops_a_share_of_each_party_s_prefixes(base):
+def test_dropout_drops_a_share_of_the_prefixes_of_each_party(base):
     """A weight that is dropped from all six rows of the only step doesn't change."""
     beginning, dropping = random_prefix(base), PREFIX.model_copy(update={"prefix_dropout": 0.8})
     split = split_settings()

@@ -92,7 +92,7 @@ def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
 
 
 @pytest.mark.parametrize("what", ["train", "evaluate", "generate"])
-def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning, what):
+def test_a_row_longer_than_the_run_allows_is_refused(base, beginning, what):
     split = split_settings()
     with serving(base, beginning, split, columns=7) as server:
         server.begin_round({"alpha": 9}, 0)
@@ -132,7 +132,7 @@ def test_clients_share_the_budget_unless_they_take_turns(base, beginning, schedu
             assert model.lane.receive(30.0).fields == {"credits": credits}
 
 
-def test_a_turn_is_nobody_else_s(base, beginning):
+def test_a_turn_excludes_other_clients(base, beginning):
     """However often another client tries; it trains as soon as the turn has ended."""
     split = split_settings()
     alpha, beta = (Refusals(base, split), Client("beta", base, split))
@@ -216,7 +216,7 @@ def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning, 
         assert "before its last step was computed" in account.error
 
 
-def test_prompts_for_a_model_that_can_t_be_attached_cost_no_budget(base, beginning, monkeypatch):
+def test_prompts_for_a_model_that_fails_to_attach_cost_no_budget(base, beginning, monkeypatch):
     client = Client("alpha", base, split_settings())
     attach = Part.attach
 
@@ -274,7 +274,7 @@ def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what)
         assert not server.finish_lanes()[0].error
 
 
-def test_choosing_the_same_model_again_is_answered_without_the_compute_thread(base, beginning):
+def test_choosing_the_same_model_again_needs_no_job(base, beginning):
     client = Client("alpha", base, split_settings())
     with serving(base, beginning, split_settings()) as server, ExitStack() as lanes:
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)

@@ -204,7 +204,7 @@ def is_over(connection, sent=b""):
         return True
 
 
-def test_connections_without_the_key_delay_neither_runs_nor_each_other(base, two):
+def test_connections_without_the_key_delay_nothing(base, two):
     """Silent ones, a handshake that continues byte by byte, and an unanswered handshake."""
     model, address = ModelSettings(name=str(base), dtype="float32"), two["body_hosts"].split(",")[0]
     hello = client_hello()

@@ -145,7 +145,7 @@ def test_averaging_within_a_round_equals_lockstep_with_averages(base, beginning)
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_a_window_changes_nothing_with_dropout_and_whatever_the_wire(base, beginning, wire):
+def test_the_window_changes_nothing_with_any_wire_type(base, beginning, wire):
     adapter = ADAPTER.model_copy(update={"dropout": 0.3})
     results = []
     for window in (1, 4):
@@ -246,7 +246,7 @@ def test_optimizers_go_on_or_start_anew(base, beginning):
 
 
 @pytest.mark.parametrize("schedule", ["serial", nightly("hierarchical")])
-def test_a_round_that_breaks_off_changes_nobody_else_s(base, beginning, schedule):
+def test_a_client_that_leaves_changes_no_result_of_others(base, beginning, schedule):
     """Beta leaves in the middle of its third step."""
     split = split_settings(schedule=schedule)
     train = TRAIN.model_copy(update={"optimizer_state": "keep"})
@@ -293,7 +293,7 @@ def test_a_round_that_everybody_breaks_off_leaves_no_gradients(base, beginning, 
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_optimizer_of_who_breaks_off_is_that_of_its_last_round(base, beginning):
+def test_a_client_that_leaves_keeps_its_earlier_optimizer(base, beginning):
     split = split_settings(schedule="hierarchical")
     train = TRAIN.model_copy(update={"optimizer_state": "keep"})
     clients = [Client(name, base, split) for name in ("alpha", "beta")]
@@ -393,9 +393,7 @@ def test_too_few_who_average_are_told_what_to_do(base, beginning):
     ("weight", "caps", "most"),
     [nightly(0.0, None, 1.0), nightly(1e3, None, 1.0), (1e3, {"gamma": 1.0}, 0.2)],
 )
-def test_what_one_hands_in_within_a_round_moves_the_others_little(
-    base, beginning, weight, caps, most
-):
+def test_adapters_handed_in_move_the_others_little(base, beginning, weight, caps, most):
     """Gamma hands in its own adapters, or a number; all begin elsewhere than the server did."""
     every, steps = 2, dict.fromkeys(SIZES, 4)
     start = {name: value + 0.1 for name, value in beginning.items()}

@@ -47,7 +47,7 @@ def train_beside(member: Member, honest: Client, server: BlockServer, state, ste
     training.join()
 
 
-def test_an_unread_answer_keeps_no_other_client_s_rows(base, beginning):
+def test_an_unread_answer_keeps_no_rows_of_other_clients(base, beginning):
     """The rows of a stack are one tensor; of that, a client keeps what it was sent."""
     steps = STEPS
     split = split_settings(schedule="client-batch")
