@@ -70,8 +70,8 @@ class RemoteBody:
         self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
         average = self._receive(Kind.AVERAGE, self._until).tensors
         for name, own in adapters.items():
-            found = average.get(name)
-            if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
+            tensor = average.get(name)
+            if tensor is None or tensor.dtype is not torch.float32 or tensor.shape != own.shape:
                 raise LaneError(f"the average has no float32 {name} of shape {tuple(own.shape)}")
         return average
 
@@ -109,11 +109,7 @@ class RemoteBody:
             yield kind, index, _of_shape(frame, shapes[index])
 
     def send_hidden(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        lengths: torch.Tensor,
-        fields: Mapping[str, Value],
+        self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: Mapping[str, Value]
     ) -> None:
         """Send hidden states after adding noise, if any. Only this method sends hidden states.
 

@@ -12,14 +12,7 @@ import grpc
 from split.lane.half_open import AnsweredHandshakes, RefusedHandshakes, SilentStreams, host_of
 from split.lane.lane import Lane
 from split.lane.stream import Stream, wire_bytes
-from split.lane.transport import (
-    CLOSE_SECONDS,
-    METHOD,
-    REFUSED,
-    SERVICE,
-    PeerLimits,
-    server_options,
-)
+from split.lane.transport import CLOSE_SECONDS, METHOD, REFUSED, SERVICE, PeerLimits, server_options
 from split.protocol.errors import FrameError, HandshakeError, LaneError, Refusal
 from split.protocol.frames import Limits
 from split.protocol.handshake import ServerHandshake
@@ -68,9 +61,7 @@ class LaneServer:
         # Allow for silent streams that were ended but whose calls have not returned yet.
         calls = max_lanes + 3 * peers.half_open
         self._server = grpc.server(
-            _ThreadPerCall(),
-            options=server_options(calls, peers),
-            maximum_concurrent_rpcs=calls,
+            _ThreadPerCall(), options=server_options(calls, peers), maximum_concurrent_rpcs=calls
         )
         handler = grpc.stream_stream_rpc_method_handler(self._open)
         self._server.add_generic_rpc_handlers(

@@ -53,22 +53,22 @@ class KeyValues:
         """Number of keys and values of each row so far, including prefix and padding."""
         return self._before + self.columns
 
-    def extend(self, given: torch.Tensor, drop: int = 0) -> torch.Tensor:
+    def extend(self, tokens_or_states: torch.Tensor, drop: int = 0) -> torch.Tensor:
         """Compute the blocks for the prompts, or for the next tokens of each row.
 
-        First remove the last ``drop`` columns from the cache. See `Part.__call__` for ``given`` and
-        the result.
+        First remove the last ``drop`` columns from the cache. See `Part.__call__` for the argument
+        and the result.
         """
         if self.cache is not None and self._can_drop and self.columns:
             self.cache.crop(-drop)
         elif self.cache is not None and drop:
             raise ValueError("recurrent blocks can't remove tokens; generate without drafts")
         self.columns -= drop
-        inputs = self.mask_and_positions(given.shape[1])
+        inputs = self.mask_and_positions(tokens_or_states.shape[1])
         if not self._padded or self.cache is None:
             del inputs["attention_mask"]
-        self.columns += given.shape[1]
-        return self._computed(given, inputs, self.cache)
+        self.columns += tokens_or_states.shape[1]
+        return self._compute(tokens_or_states, inputs, self.cache)
 
     @cached_property
     def can_join(self) -> bool:
@@ -82,14 +82,14 @@ class KeyValues:
 
     @staticmethod
     def extend_together(
-        texts: Sequence["KeyValues"], given: Sequence[torch.Tensor]
+        texts: Sequence["KeyValues"], states: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Compute the blocks for the next token of each row of several caches in one pass.
 
-        ``given`` and the result contain the hidden states of each cache, (rows, 1, hidden). Select
+        ``states`` and the result contain the hidden states of each cache, (rows, 1, hidden). Select
         the adapters with `Part.using_together`. After an error, the caches are unchanged.
         """
-        first, rows = texts[0], [len(states) for states in given]
+        first, rows = texts[0], [len(own) for own in states]
         columns = max(each.length for each in texts) + 1
         inputs: dict[str, list[torch.Tensor]] = {}
         for each in texts:
@@ -97,8 +97,8 @@ class KeyValues:
                 missing = columns - value.shape[1] if name == "attention_mask" else 0
                 inputs.setdefault(name, []).append(pad(value, (missing, 0)))
         try:
-            output = first._computed(
-                torch.cat([*given]),
+            output = first._compute(
+                torch.cat([*states]),
                 {name: torch.cat(values) for name, values in inputs.items()},
                 _OwnBlocks.joined([each.cache for each in texts], rows),
             )
@@ -113,8 +113,10 @@ class KeyValues:
         # A view would keep all rows in memory until a slow client has received its part.
         return [part.clone() for part in torch.split(output, rows)]
 
-    def _computed(self, given: torch.Tensor, inputs: dict[str, Any], cache: Any) -> torch.Tensor:
-        inputs = self.part.inputs_of(given) | inputs
+    def _compute(
+        self, tokens_or_states: torch.Tensor, inputs: dict[str, Any], cache: Any
+    ) -> torch.Tensor:
+        inputs = self.part.inputs_of(tokens_or_states) | inputs
         with self.part.autocast():
             output = self._backbone(**inputs, past_key_values=cache, use_cache=cache is not None)
         return output.last_hidden_state  # type: ignore[no-any-return]

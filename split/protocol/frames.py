@@ -172,7 +172,7 @@ class Limits:
             )
 
     def check(
-        self, kind: Kind, size: int, found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+        self, kind: Kind, size: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> None:
         """Check the size of a payload, and the types and shapes of its tensors by name.
 
@@ -181,15 +181,17 @@ class Limits:
         self.check_bytes(kind, size)
         tokens = TENSOR_OF_KIND.get(kind)
         if tokens is None:
-            for name, (dtype, _) in found.items():
+            for name, (dtype, _) in tensors.items():
                 if dtype not in PLAIN:
                     raise FrameError(f"{name!r} of a {kind.name} frame can't be {dtype}")
             return
         wire = WIRE[self.wire_dtype]
         needed = {tokens, tokens + SCALE} if wire is torch.int8 else {tokens}
-        if found.keys() - {"lengths"} != needed:
-            raise FrameError(f"{kind.name} has tensors {sorted(found)}; expected {sorted(needed)}")
-        dtype, shape = found[tokens]
+        if tensors.keys() - {"lengths"} != needed:
+            raise FrameError(
+                f"{kind.name} has tensors {sorted(tensors)}; expected {sorted(needed)}"
+            )
+        dtype, shape = tensors[tokens]
         if dtype is not wire:
             raise FrameError(
                 f"received {tokens!r} as {dtype}; {self.wire_dtype} was agreed on: do both sides "
@@ -198,7 +200,7 @@ class Limits:
         self.check_shape(kind, shape)
         expected = {tokens + SCALE: (torch.float32, shape[:2]), "lengths": (torch.int32, shape[:1])}
         for name, (dtype, shape) in expected.items():
-            if name in found and found[name] != (dtype, shape):
+            if name in tensors and tensors[name] != (dtype, shape):
                 raise FrameError(f"{name!r} of a {kind.name} frame is not {dtype} of shape {shape}")
 
 

@@ -163,8 +163,8 @@ def hello_mac(ticket: Ticket, body: bytes) -> bytes:
     return authenticate(derive(secret=ticket.secret, label=b"hello", context=b"", length=32), body)
 
 
-def _compare(found: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(found, expected):
+def _compare(mac: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(mac, expected):
         raise HandshakeError(Refusal.AUTHENTICATION)
 
 
@@ -232,8 +232,8 @@ def check_prefix(message: bytes, number: int) -> None:
     """Raise a HandshakeError unless a message begins with the prefix for this number."""
     if len(message) < PREFIX_BYTES:
         raise HandshakeError(Refusal.MALFORMED)
-    magic, version, found = _PREFIX.unpack_from(message)
-    if magic != _MAGIC or found != number:
+    magic, version, message_number = _PREFIX.unpack_from(message)
+    if magic != _MAGIC or message_number != number:
         raise HandshakeError(Refusal.MALFORMED)
     if version != HANDSHAKE_VERSION:
         raise HandshakeError(Refusal.VERSION)

@@ -313,9 +313,11 @@ class BlockServer(Endpoint):
                 split=self._split,
                 lifetime=lifetime,
             )
-        return self._evaluate(
-            lane,
-            allowed,
+        return EvaluationSession(
+            lane=lane,
+            models=allowed,
+            generation=self._generation,
+            split=self._split,
             max_batch_tokens=self._max_batch_tokens,
             max_cached_tokens=min(self._max_cached_tokens, self._split.activation_budget),
             lifetime=lifetime,

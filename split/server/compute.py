@@ -146,12 +146,12 @@ class ComputeThread:
         with self._changed:
             while True:
                 oldest = {id(job.owner): job for job in reversed(self.waiting)}.values()
-                found = [job for job in oldest if job.detail is not None and fits(job)]
+                taken = [job for job in oldest if job.detail is not None and fits(job)]
                 left = until - self._clock()
                 able = [job for job in self.waiting if job.tokens <= self.free_tokens]
-                if len(found) >= count or len(found) < len(able) or left <= 0:
-                    self.waiting = [job for job in self.waiting if job not in found]
-                    return found
+                if len(taken) >= count or len(taken) < len(able) or left <= 0:
+                    self.waiting = [job for job in self.waiting if job not in taken]
+                    return taken
                 self._changed.wait(left)
 
     def run(self, job: Job) -> None:

@@ -13,7 +13,6 @@ from split.protocol.frames import Limits
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Invitation
 from split.server.compute import ComputeThread
-from split.server.evaluation_session import EvaluationSession, Models
 from split.server.generation_batch import GenerationBatch
 from split.server.interfaces import Body
 from split.server.session import Session, describe_error
@@ -51,7 +50,7 @@ class Endpoint(ABC):
             peers=peers,
         )
         self.compute = ComputeThread(split.activation_budget)
-        self._generation = GenerationBatch(body, self.compute)
+        self._generation = GenerationBatch(body, adapter, self.compute)
 
     @property
     def address(self) -> str:
@@ -72,28 +71,6 @@ class Endpoint(ABC):
             server_key=self._keys.public,
             identity=identity,
             ticket=self._lanes.issue(identity, lifetime, standing),
-        )
-
-    def _evaluate(
-        self,
-        lane: Lane,
-        models: Models,
-        max_batch_tokens: int,
-        max_cached_tokens: int,
-        lifetime: float,
-    ) -> EvaluationSession:
-        """Return a session in which a client evaluates models."""
-        return EvaluationSession(
-            lane=lane,
-            models=models,
-            body=self.body,
-            adapter=self._adapter,
-            compute=self.compute,
-            generation=self._generation,
-            split=self._split,
-            max_batch_tokens=max_batch_tokens,
-            max_cached_tokens=max_cached_tokens,
-            lifetime=lifetime,
         )
 
     @abstractmethod

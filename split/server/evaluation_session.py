@@ -8,25 +8,12 @@ from typing import Any
 import torch
 
 from finetuning.adapters.adapter import State, load_state
-from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
 from split.protocol.errors import LaneError
-from split.protocol.evaluation import (
-    CachedExtension,
-    Evaluation,
-    ForwardPass,
-    ModelChoice,
-    Prompts,
-)
+from split.protocol.evaluation import CachedExtension, Evaluation, ForwardPass, ModelChoice, Prompts
 from split.protocol.frames import Frame, Kind
-from split.server.compute import ComputeThread, Priority
-from split.server.generation_batch import (
-    CachedTexts,
-    GenerationBatch,
-    NextTokens,
-    is_next_tokens,
-)
-from split.server.interfaces import Body
+from split.server.compute import Priority
+from split.server.generation_batch import CachedTexts, GenerationBatch, NextTokens, is_next_tokens
 from split.server.session import Session
 from split.settings import SplitSettings
 
@@ -51,23 +38,18 @@ class EvaluationSession(Session):
         self,
         lane: Lane,
         models: Models,
-        body: Body,
-        adapter: AdapterSettings,
-        compute: ComputeThread,
         generation: GenerationBatch,
         split: SplitSettings,
         max_batch_tokens: int,
         max_cached_tokens: int,
         lifetime: float,
     ) -> None:
-        super().__init__(lane, "evaluate", compute, split, lifetime)
+        super().__init__(lane, "evaluate", generation.compute, split, lifetime)
         self._models = models
-        self._body = body
-        self._adapter = adapter
+        self._body = generation.body
         self._generation = generation
-        prefixes = {
-            name: 0 if state is None else adapter.columns_before for name, state in models.items()
-        }
+        columns = generation.adapter.columns_before
+        prefixes = {name: 0 if state is None else columns for name, state in models.items()}
         self._evaluation = Evaluation(prefixes, split.window, max_batch_tokens, max_cached_tokens)
         self._credits = split.window
         self._has_texts = False
@@ -117,7 +99,7 @@ class EvaluationSession(Session):
         self._detach()
         if state is not None:
             self._name = f"evaluation {id(self)}"
-            self._body.attach(self._adapter, self._name)
+            self._body.attach(self._generation.adapter, self._name)
             load_state(self._body.trainable(self._name), state)
         self._evaluation.choosing = False
         self._welcome()
@@ -162,9 +144,7 @@ class EvaluationSession(Session):
 
     @torch.no_grad()
     def _compute(
-        self,
-        batch: ForwardPass | Prompts | CachedExtension,
-        compute: Callable[[], torch.Tensor],
+        self, batch: ForwardPass | Prompts | CachedExtension, compute: Callable[[], torch.Tensor]
     ) -> None:
         """Compute hidden states with the selected model, and send them; runs as a job."""
         self._body.use(self._name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from finetuning.settings import AdapterSettings
 from split.model.key_values import KeyValues
 from split.protocol.evaluation import CachedExtension, Prompts
 from split.server.compute import ComputeThread
@@ -50,9 +51,10 @@ def is_next_tokens(extension: CachedExtension) -> bool:
 class GenerationBatch:
     """Computes the cached texts of all lanes. Its methods are called in the compute thread."""
 
-    def __init__(self, body: Body, compute: ComputeThread) -> None:
-        self._body = body
-        self._compute = compute
+    def __init__(self, body: Body, adapter: AdapterSettings, compute: ComputeThread) -> None:
+        self.body = body
+        self.adapter = adapter  # settings of all models' adapters
+        self.compute = compute
         self._last_pass = 1, 0.0  # number of lanes, and duration in seconds
 
     def begin(
@@ -60,7 +62,7 @@ class GenerationBatch:
     ) -> tuple[CachedTexts, torch.Tensor]:
         """Compute the blocks for prompts; return the texts and the hidden states."""
         columns = prompts.hidden.shape[1]
-        key_values = KeyValues(self._body.with_cache(), prompts.padding, columns)
+        key_values = KeyValues(self.body.with_cache(), prompts.padding, columns)
         return CachedTexts(adapter, key_values, account), key_values.extend(prompts.hidden)
 
     def extend(self, texts: CachedTexts, extension: CachedExtension) -> torch.Tensor:
@@ -79,7 +81,7 @@ class GenerationBatch:
         began = time.perf_counter()
         lanes, seconds = self._last_pass
         self._last_pass = 1, 0.0
-        jobs = self._compute.take_with(
+        jobs = self.compute.take_with(
             lambda job: request.may_share_pass(job.detail), lanes - 1, seconds / 2
         )
         if jobs:
@@ -88,9 +90,9 @@ class GenerationBatch:
             with suppress(Exception):
                 self._compute_together(requests, began)
             for job in jobs:
-                self._compute.run(job)
+                self.compute.run(job)
         if request.output is None:
-            self._body.use(request.texts.adapter)
+            self.body.use(request.texts.adapter)
             request.output = request.texts.key_values.extend(request.hidden)
         return request.output
 
@@ -99,7 +101,7 @@ class GenerationBatch:
         texts = [request.texts for request in requests]
         hidden = [request.hidden for request in requests]
         rows = [len(states) for states in hidden]
-        with self._body.with_cache().using_together([each.adapter for each in texts], rows):
+        with self.body.with_cache().using_together([each.adapter for each in texts], rows):
             outputs = KeyValues.extend_together([each.key_values for each in texts], hidden)
         seconds = time.perf_counter() - started
         self._last_pass = len(requests), seconds

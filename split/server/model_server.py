@@ -64,9 +64,11 @@ class ModelServer(Endpoint):
 
     def _serve(self, lane: Lane) -> None:
         models, expires = self._grants[lane.identity]
-        session = self._evaluate(
-            lane,
-            models,
+        session = EvaluationSession(
+            lane=lane,
+            models=models,
+            generation=self._generation,
+            split=self._split,
             max_batch_tokens=0,  # only cached texts, which count towards the activation budget
             max_cached_tokens=self._split.activation_budget,
             lifetime=math.inf,  # no limit on total silence: there is no round to delay

@@ -52,11 +52,7 @@ class ClientBatch(SharedAdapters):
             self._round = StackedRound(self.adapters, self._compute, start.seed, self._split)
 
     def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
-        """Add a client, and wait until all clients have joined or the join timeout has expired.
-
-        Raise ``LaneError`` if the client's lane has ended. Raise ``RuntimeError`` if the round
-        began without the client, or too few clients joined.
-        """
+        """Add a client, and wait until all clients have joined or the join timeout has expired."""
         with self._changed:
             self.barrier.join(session.account.client)
             member = self._round.add(session, plan)

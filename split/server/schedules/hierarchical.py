@@ -79,11 +79,7 @@ class Hierarchical:
                 self._adapters[client].load_optimizer({})
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
-        """Add a client. If adapters are averaged within the round, wait for all clients to join.
-
-        Raise ``LaneError`` if the client's lane has ended. Raise ``RuntimeError`` if the round
-        began without the client, or too few clients joined.
-        """
+        """Add a client. If adapters are averaged within the round, wait for all clients to join."""
         client = session.account.client
         with self._changed:
             self.barrier.join(client)
@@ -123,10 +119,6 @@ class Hierarchical:
 
         Body adapters are averaged in place. Return the average of ``own``, the adapters of the
         head and tail, over the same clients.
-
-        Raise ``RuntimeError`` if no average is due for this client after this step. Raise
-        ``ProtocolError`` if the adapters have unexpected names, types or shapes, or are not finite.
-        Raise ``LaneError`` if the client's lane has ended.
         """
         client = session.account.client
         with self._changed:

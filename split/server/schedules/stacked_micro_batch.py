@@ -88,10 +88,7 @@ class StackedMicroBatch:
         return stacked, Padding("right", lengths)
 
     def gradient(
-        self,
-        gradients: Mapping[Member, Gradient],
-        factors: Mapping[str, float],
-        like: torch.Tensor,
+        self, gradients: Mapping[Member, Gradient], factors: Mapping[str, float], like: torch.Tensor
     ) -> torch.Tensor:
         """Return the stacked gradients of the members' summed (not mean) losses.
 

@@ -53,6 +53,7 @@ TARGETS = {
 BY_DAY = {"Llama", "Mistral", "Mixtral", "Gemma2", "Phi3", "GPT2", "OPT", "Bloom", "GptOss"}
 BY_DAY |= {"Lfm2", "Qwen3Next"}
 GREEDY = {"do_sample": False}
+PREFIXES = AdapterSettings(kind="prefix", prefix_length=3)
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 20, "repetition_penalty": 1.2}
 
 
@@ -163,10 +164,25 @@ def test_texts_that_outgrow_what_a_model_was_trained_for(
             assert torch.equal(generated(model, **settings), expected)
 
 
-def test_prompts_without_padding_and_of_one_token(random_checkpoint):
-    scene = Scene(random_checkpoint("Mistral"))
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("Mistral", "lora"),
+        ("Llama", "prefix"),
+        ("OPT", "prefix"),
+        *(nightly(name, "prefix") for name in ("GPT2", "Bloom", "Gemma2")),
+    ],
+)
+def test_prompts_without_padding_and_of_one_token(random_checkpoint, architecture, kind):
+    heads = {"num_key_value_heads": 4} if architecture in {"GPT2", "OPT", "Bloom"} else {}
+    prefix = PREFIXES if kind == "prefix" else None
+    scene = Scene(random_checkpoint(architecture, **heads), architecture, prefix)
     whole, client = scene.whole(), scene.client()
-    with scene.serving() as server, scene.lane(server, client) as model:
+    room = MAX_CACHED_TOKENS + 3 * PREFIXES.prefix_length
+    with (
+        scene.serving(max_cached_tokens=room) as server,
+        scene.lane(server, client) as model,
+    ):
         scene.choose(model)
         for tokens in (draw_tokens(), draw_tokens()[:, :1]):
             texts = [
@@ -276,9 +292,6 @@ def test_generations_wait_for_room(random_checkpoint):
         assert not [account.error for account in server.finish_lanes() if account.error]
     assert all(len(each) == 3 for each in texts.values())
     assert all(torch.equal(text, expected) for each in texts.values() for text in each)
-
-
-PREFIXES = AdapterSettings(kind="prefix", prefix_length=3)
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,8 @@ def test_frames_that_are_not_allowed_are_refused(what):
         receive(frames)
 
 
-def test_each_token_may_be_a_target():
-    receive([join(), hidden(targets=16, step_targets=16)])
+def test_each_token_may_be_a_target_and_a_norm_a_whole_number():
+    receive([join(), hidden(targets=16, step_targets=16), ANSWER, gradient(), end_of_step(1)])
 
 
 @pytest.mark.parametrize(("steps", "first", "total"), [(8, 0, 8), (3, 1, 6), (8, 8, 15)])

@@ -127,21 +127,6 @@ def test_it_trains_as_ours_does(base, beginning, ours, suite, wire):
     assert (account.steps, account.error) == (2, "")
 
 
-def test_a_squared_norm_may_be_a_whole_number(base, beginning):
-    split, batches = split_settings(), [collate(draw(2, 1), 0)]
-    client = WireClient("alpha", base, split)
-    with serving(base, beginning, split) as server:
-        server.begin_round({"alpha": 9}, 0)
-        with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            model.join(2, STEPS, 2 * 20)
-            for reported in (1, 0):
-                model.accumulate(batches, 0)
-                assert model.clip(0.5, reported) ** 2 > reported
-            model.end()
-        (account,) = server.finish_lanes()
-    assert not account.error
-
-
 def evaluated(base, beginning, split, client):
     """Evaluate and generate; return the results and all hidden states that the server sent."""
     parts = take_apart(beginning, partition_of(base, split))
