@@ -21,9 +21,9 @@ PREFIXES = {"base": 0, "global": 3}
 WINDOW, LONGEST, MAX_CACHED_TOKENS = 2, 12, 20
 
 
-def hidden(index, rows, columns, side, fields):
+def hidden(index, rows, columns, side, fields, number=0.0):
     lengths = torch.full((rows,), columns, dtype=torch.int32)
-    tensors = {"hidden": torch.zeros(rows, columns, 4), "lengths": lengths}
+    tensors = {"hidden": torch.full((rows, columns, 4), number), "lengths": lengths}
     return Frame(Kind.HIDDEN, 0, index, tensors, {"side": side} | fields)
 
 
@@ -107,6 +107,7 @@ REFUSED = {
     "two models at once": ([CHOICE, CHOICE], "before all answers of the last model"),
     "a model before an answer": ([CHOICE, ANSWER, FORWARD, CHOICE], "before all answers"),
     "beyond its credits": ([CHOICE, ANSWER, *[FORWARD] * 3], "more than 2 micro-batches"),
+    "huge numbers": ([CHOICE, ANSWER, hidden(0, 2, 4, "right", {}, 3e38)], "beyond 2³⁰"),
     "too large": ([CHOICE, ANSWER, hidden(0, 3, 5, "right", {})], "received 15 padded tokens"),
     "too large with its prefix": (
         [Frame(Kind.JOIN, fields={"model": "global"}), ANSWER, hidden(0, 2, 4, "right", {})],

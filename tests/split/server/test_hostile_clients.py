@@ -199,17 +199,6 @@ def test_adapters_that_would_spoil_the_average_end_one_lane(base, beginning, dis
     assert not accounts["alpha"].error and not accounts["gamma"].error
 
 
-def test_numbers_of_an_evaluation_are_bounded_too(base, beginning):
-    split = split_settings()
-    with serving(base, beginning, split) as server:
-        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
-        with Client("alpha", base, split).lane(invitation) as model:
-            model.choose("base", None)
-            tensors = {"hidden": torch.full((1, 2, 32), 3e38), "lengths": torch.tensor([2])}
-            model.lane.send(Kind.HIDDEN, 0, 0, tensors, {"side": "right"})
-            ended(model.lane, PeerError, "beyond 2³⁰")
-
-
 def test_others_do_not_learn_why_a_common_computation_failed(base, beginning):
     split = split_settings(schedule="client-batch")
     clients = [Client(name, base, split) for name in ("alpha", "beta")]

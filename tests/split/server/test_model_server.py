@@ -1,6 +1,5 @@
 """The server of trained models: standing tickets, one lane per client, and the server's stop."""
 
-import threading
 import time
 from contextlib import ExitStack, contextmanager
 
@@ -12,7 +11,7 @@ from finetuning.settings import ModelSettings
 from split.lane.transport import PeerLimits
 from split.model.loading import load_parts
 from split.model.partition import partition_of
-from split.protocol.errors import HandshakeError, LaneError, PeerError
+from split.protocol.errors import HandshakeError, PeerError
 from split.server.model_server import ModelServer
 from tests.split.clients import LONGEST, assert_nothing_is_left, draw
 from tests.split.model.test_generation import GREEDY, Scene, generated
@@ -42,17 +41,6 @@ class Served(Scene):
 @pytest.fixture
 def scene(random_checkpoint) -> Served:
     return Served(random_checkpoint("Llama"), activation_budget=LONGEST)
-
-
-def test_an_invitation_opens_one_lane_after_another(scene):
-    expected, client = generated(scene.whole(), **GREEDY), scene.client()
-    with scene.model_server() as server:
-        invitation = scene.invite(server, client)
-        for _ in range(3):
-            with client.lane(invitation) as model:
-                scene.choose(model)
-                assert torch.equal(generated(model, **GREEDY), expected)
-                model.end()
 
 
 def test_a_newer_lane_displaces_only_the_same_clients_older_lane(scene):
@@ -103,18 +91,6 @@ def test_lanes_end_when_their_invitation_expires(scene):
                     scene.choose(model)
         with pytest.raises(HandshakeError, match="expired"), client.lane(invitation):
             pass
-
-
-def test_stopping_ends_lanes_with_a_word(scene):
-    client = scene.client()
-    with scene.model_server() as server, client.lane(scene.invite(server, client)) as model:
-        scene.choose(model)
-        stopping = threading.Thread(target=server.stop)
-        stopping.start()
-        with pytest.raises(LaneError, match="the server has stopped"):
-            for _ in range(100):
-                scene.choose(model)
-        stopping.join(20)
 
 
 def test_what_a_served_model_does_not_allow_ends_one_lane(scene):

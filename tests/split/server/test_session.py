@@ -91,26 +91,15 @@ def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
         assert not server.finish_lanes()[0].error
 
 
-@pytest.mark.parametrize("what", ["train", "evaluate", "generate"])
-def test_a_row_longer_than_the_run_allows_is_refused(base, beginning, what):
+def test_a_row_longer_than_the_run_allows_is_refused(base, beginning):
     split = split_settings()
     with serving(base, beginning, split, columns=7) as server:
         server.begin_round({"alpha": 9}, 0)
         refused = Refusals(base, split)
-        invitation = (
-            server.invite_to_train("alpha", 1, 0, 60.0)
-            if what == "train"
-            else server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
-        )
-        reason = r"rows of 8 tokens; at most 7 were agreed on \(data\.max-length"
-        with refused.client.lane(invitation) as model:
-            if what == "train":
-                refused.join(model)
-                refused.send_hidden(model)
-            else:
-                model.choose("base", None)
-                texts = {"new_tokens": None, "side": "right"} if what == "evaluate" else {}
-                send_texts(model, rows=1, columns=8, **texts)
+        with refused.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            refused.join(model)
+            refused.send_hidden(model)
+            reason = r"rows of 8 tokens; at most 7 were agreed on \(data\.max-length"
             with pytest.raises(LaneError, match=reason):
                 model.lane.receive(30.0)
 
