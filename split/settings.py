@@ -30,7 +30,8 @@ class SplitSettings(Section):
     )
     tail_blocks: int = Field(1, ge=0, description="Blocks at the clients before the output head.")
     window: PositiveInt = Field(
-        4, description="Maximum number of micro-batches of a step in flight; affects only speed."
+        4,
+        description="Maximum number of micro-batches of a step in flight; affects only speed.",
     )
     wire_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         "bfloat16",
