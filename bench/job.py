@@ -245,7 +245,7 @@ def open_model(
         invitation=invitation,
         parts=ends,
         split=split,
-        longest=job.shape.tokens,
+        max_batch_tokens=job.shape.tokens,
         deadline=time.monotonic() + LIFETIME,
         noise=noise,
     )
@@ -254,7 +254,7 @@ def open_model(
 def join_round(model: SplitModel, job: TrainingJob) -> None:
     """Start the job's training round."""
     plan = RoundPlan(steps=job.steps, first_step=0, total_steps=job.steps, seed=job.seed)
-    model.join(plan, longest=job.shape.tokens, deadline=time.monotonic() + LIFETIME)
+    model.join(plan, max_batch_tokens=job.shape.tokens, deadline=time.monotonic() + LIFETIME)
 
 
 def start_block_server(
@@ -269,8 +269,8 @@ def start_block_server(
         train=job.settings.model_copy(update={"local_steps": job.steps}),
         run="bench",
         rounds=1,
-        longest=job.shape.tokens,
-        columns=job.shape.columns,
+        max_batch_tokens=job.shape.tokens,
+        max_columns=job.shape.columns,
         minimum=clients,
         max_cached_tokens=max_cached_tokens,
     )

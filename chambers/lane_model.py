@@ -111,7 +111,7 @@ class LaneModel:
             invitation=self._invitation.lane,
             parts=self._client_parts,
             split=self._invitation.split,
-            longest=self._invitation.max_tokens,
+            max_batch_tokens=self._invitation.max_tokens,
             deadline=self._deadline,
             training=False,
             patience=_PATIENCE_SECONDS,

@@ -42,7 +42,7 @@ def train(task: Task) -> tuple[State, Metrics]:
                 total_steps=local_round.total_steps,
                 seed=local_round.seed,
             ),
-            longest=config.train.batch_size * (model.columns_before + longest),
+            max_batch_tokens=config.train.batch_size * (model.columns_before + longest),
             deadline=task.deadline,
             average_every=config.split.average_every,
         )
@@ -128,7 +128,7 @@ def _split_model(task: Task, training: bool) -> Iterator[SplitModel]:
         invitation=invitation,
         parts=parts,
         split=config.split,
-        longest=config.longest,
+        max_batch_tokens=config.longest,
         deadline=task.deadline,
         training=training,
         noise=task.site.policy.split.noise if task.site.policy else 0.0,

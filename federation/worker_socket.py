@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from split import framing
+
 # Largest message that protobuf can serialise; also the limit for a frame.
 MAX_BYTES = 2**31 - 1
 MAX_TEXT = 1000
 # Timeout, in seconds, for connecting, sending a frame, and reading the next bytes of a frame.
 TRANSFER_SECONDS = 30.0
-_LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -67,26 +68,9 @@ def connected_worker(path: Path) -> Iterator[socket.socket]:
         yield connection
 
 
-def send(connection: socket.socket, content: bytes) -> None:
-    """Send a frame; raise ``OSError`` if the other end has closed, or has stopped reading."""
-    connection.sendall(_LENGTH.pack(len(content)))
-    connection.sendall(content)
+send = framing.send
 
 
-def receive(connection: socket.socket, most: int = MAX_BYTES) -> bytes:
-    """Receive a frame; raise ``OSError`` if it exceeds ``most`` bytes, or is incomplete."""
-    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    if size > most:
-        raise OSError(f"a frame has {size} bytes, but at most {most} are allowed")
-    return _exactly(connection, size)
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    content = bytearray(size)
-    rest = memoryview(content)
-    while rest:
-        count = connection.recv_into(rest)
-        if count == 0:
-            raise ConnectionResetError("the other end has closed the connection")
-        rest = rest[count:]
-    return bytes(content)
+def receive(connection: socket.socket, max_bytes: int = MAX_BYTES) -> bytearray:
+    """Receive a frame; see `split.framing.receive`."""
+    return framing.receive(connection, max_bytes)

@@ -24,7 +24,7 @@ from split.model.exactness import check_exactness
 from split.model.loading import locate_parts, tensors_of
 from split.model.partition import PartyName, partition_of
 from split.server.block_server import BlockServer
-from split.server.body import load_body, stages_of
+from split.server.body import divide_body, load_body
 from strategies.journal import Journal, Progress, record_scaled, underscored
 from strategies.participants import RefusedError
 from strategies.replies import Replies
@@ -144,7 +144,7 @@ class FLGLM(Rounds):
         started = time.monotonic()
         config = self.config
         prefixes, generation = config.adapter.kind == "prefix", config.evaluate.generate
-        for partition in stages_of(self._partition, config.split).values():
+        for partition in divide_body(self._partition, config.split).values():
             check_exactness(self._directory, config.model, partition, prefixes, generation)
         server = BlockServer(
             body=load_body(self._directory, config.model, config.split),
@@ -154,8 +154,8 @@ class FLGLM(Rounds):
             train=config.train,
             run=self.progress.lineage,
             rounds=config.rounds,
-            longest=config.longest,
-            columns=config.data.max_length,
+            max_batch_tokens=config.longest,
+            max_columns=config.data.max_length,
             minimum=config.min_nodes,
             max_cached_tokens=config.max_generated_tokens,
         )

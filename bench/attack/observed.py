@@ -72,7 +72,7 @@ def encrypt(hidden: Sequence[Tensor], wire: WireType) -> list[Tensor]:
 
 def _frame(hidden: Tensor, wire: WireType) -> tuple[Frame, Limits]:
     rows, columns, width = hidden.shape
-    limits = Limits(hidden=width, wire_dtype=wire, maximum_tokens=rows * columns)
+    limits = Limits(hidden=width, wire_dtype=wire, max_tokens=rows * columns)
     frame = Frame(
         kind=Kind.HIDDEN,
         step=0,

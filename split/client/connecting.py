@@ -17,7 +17,7 @@ def connect(
     invitation: Invitation,
     parts: Mapping[PartyName, Part],
     split: SplitSettings,
-    longest: int,
+    max_batch_tokens: int,
     deadline: float,
     training: bool = True,
     noise: float = 0.0,
@@ -30,7 +30,7 @@ def connect(
         invitation: Invitation to the block server.
         parts: Head and tail, with their adapters attached if there are any.
         split: Wire type, window, time limits and averaging period.
-        longest: Number of padded tokens of the largest micro-batch, prefixes included.
+        max_batch_tokens: Number of padded tokens of the largest micro-batch, prefixes included.
         deadline: Time at which the lane ends, on ``time.monotonic``'s clock.
         training: Whether to train the model; only then can adapters be averaged over the lane.
         noise: Standard deviation of the noise that is added to hidden states before they are sent,
@@ -46,7 +46,7 @@ def connect(
     limits = Limits(
         hidden=parts["head"].hidden_size,
         wire_dtype=split.wire_dtype,
-        maximum_tokens=longest,
+        max_tokens=max_batch_tokens,
         average_bytes=average_bytes(weights) if averaged else 0,
         window=split.window,
     )

@@ -34,9 +34,11 @@ class RemoteBody:
         self._credits = 1
         self._step = 0
         self._average_every = 0
-        self._until = 0.0  # time at which the round ends
+        self._until: float | None = 0.0  # time at which the round ends
 
-    def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int) -> None:
+    def join(
+        self, plan: RoundPlan, max_batch_tokens: int, deadline: float | None, average_every: int
+    ) -> None:
         """Begin a round of training; see `SplitModel.join`."""
         self._average_every, self._until = average_every, deadline
         self._lane.send(
@@ -45,17 +47,17 @@ class RemoteBody:
                 "steps": plan.steps,
                 "first_step": plan.first_step,
                 "total_steps": plan.total_steps,
-                "longest": longest,
+                "longest": max_batch_tokens,
                 "wants_gradient": plan.wants_gradient,
             },
         )
         # The server may first wait for at most split.join-timeout for other clients to join.
-        self._credits = self._welcomed(deadline)
+        self._credits = self._receive_credits(self._until)
 
     def choose(self, model: str) -> None:
         """Select, by name, one of the server's models to evaluate."""
         self._lane.send(Kind.JOIN, fields={"model": model})
-        self._credits = self._welcomed(None)
+        self._credits = self._receive_credits(None)
 
     @property
     def average_due(self) -> bool:
@@ -68,8 +70,8 @@ class RemoteBody:
         self._lane.send(Kind.AVERAGE, self._step, tensors=adapters)
         average = self._receive(Kind.AVERAGE, self._until).tensors
         for name, own in adapters.items():
-            found = average.get(name)
-            if found is None or found.dtype is not torch.float32 or found.shape != own.shape:
+            tensor = average.get(name)
+            if tensor is None or tensor.dtype is not torch.float32 or tensor.shape != own.shape:
                 raise LaneError(f"the average has no float32 {name} of shape {tuple(own.shape)}")
         return average
 
@@ -107,11 +109,7 @@ class RemoteBody:
             yield kind, index, _of_shape(frame, shapes[index])
 
     def send_hidden(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        lengths: torch.Tensor,
-        fields: Mapping[str, Value],
+        self, index: int, hidden: torch.Tensor, lengths: torch.Tensor, fields: Mapping[str, Value]
     ) -> None:
         """Send hidden states after adding noise, if any. Only this method sends hidden states.
 
@@ -144,7 +142,7 @@ class RemoteBody:
         self._lane.send(Kind.STEP, self._step, fields={"squared_norm": squared_norm})
         # Other clients may be slow, so the answer may take until the end of the round.
         fields = self._receive(Kind.STEP, self._until).fields
-        factor, norm = _number(fields, "factor", most=1.0), _number(fields, "norm")
+        factor, norm = _number(fields, "factor", max_value=1.0), _number(fields, "norm")
         self._step += 1
         return factor, norm
 
@@ -174,7 +172,7 @@ class RemoteBody:
         self._receive(Kind.END, until=until)
         self._lane.close()
 
-    def _welcomed(self, until: float | None) -> int:
+    def _receive_credits(self, until: float | None) -> int:
         credits = self._receive(Kind.WELCOME, until).fields.get("credits")
         if not isinstance(credits, int) or isinstance(credits, bool) or credits < 1:
             raise LaneError(f"the server granted {credits!r} credits; expected at least 1")
@@ -232,8 +230,10 @@ def _of_shape(frame: Frame, shape: torch.Size) -> torch.Tensor:
     return tensor
 
 
-def _number(fields: Mapping[str, Value], name: str, most: float = math.inf) -> float:
+def _number(fields: Mapping[str, Value], name: str, max_value: float = math.inf) -> float:
     value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
-        raise LaneError(f"the server sent {name} = {value!r}; expected a number from 0 to {most:g}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= max_value:
+        raise LaneError(
+            f"the server sent {name} = {value!r}; expected a number from 0 to {max_value:g}"
+        )
     return float(value)

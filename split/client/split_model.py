@@ -32,6 +32,27 @@ class SplitModel:
     The caller that opened the lane must close it. The model waits ``frame_timeout`` seconds for the
     server's next frame, and for activation budget until ``deadline`` on ``time.monotonic``'s clock
     (None: ``frame_timeout``). `connect` describes ``noise``.
+
+    Example:
+        The client of the example of `BlockServer` takes a step with two texts of six tokens.
+
+        >>> import time
+        >>> import split
+        >>> import torch
+        >>> from finetuning.data.batching import collate
+        >>> from finetuning.data.tokenization import Example
+        >>> partition = split.partition_of(directory, settings)
+        >>> parts = split.load_parts(model, directory, partition, ["head", "tail"])
+        >>> for part in parts.values():
+        ...     part.attach(adapter)
+        >>> text = Example(torch.arange(6), torch.arange(6) > 2, 3, reference="", row=0)
+        >>> with split.connect(invitation, parts, settings, 64, time.monotonic() + 60) as client:
+        ...     client.join(split.RoundPlan(steps=1, first_step=0, total_steps=1, seed=0))
+        ...     losses = client.accumulate([collate([text, text], padding=0)], seed=0)
+        ...     norm = client.clip(maximum=1.0)
+        ...     client.end()
+        >>> losses[0] > 0 and norm > 0
+        True
     """
 
     def __init__(
@@ -47,8 +68,9 @@ class SplitModel:
         self._tail = tail
         self._output_head = tail.output_head
         self.lane = lane
-        self._body = RemoteBody(lane, frame_timeout, deadline, noise)
-        self.end = self._body.end
+        self._deadline = deadline
+        self.body = RemoteBody(lane, frame_timeout, deadline, noise)
+        self.end = self.body.end
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -65,15 +87,25 @@ class SplitModel:
         """End-of-text tokens of the checkpoint."""
         return end_tokens(self._tail.model)
 
-    def join(self, plan: RoundPlan, longest: int, deadline: float, average_every: int = 0) -> None:
+    def join(
+        self,
+        plan: RoundPlan,
+        max_batch_tokens: int | None = None,
+        deadline: float | None = None,
+        average_every: int = 0,
+    ) -> None:
         """Begin a round of training, which ends at ``deadline`` on ``time.monotonic``'s clock.
 
         The plan's numbers of steps are sent to the server, but not its seed. The largest
-        micro-batch has ``longest`` padded tokens, prefixes included. All parties' adapters are
-        averaged after every ``average_every`` steps; 0 means never.
+        micro-batch has ``max_batch_tokens`` padded tokens, prefixes included; by default, as many
+        as the lane allows. The default deadline is the lane's. All parties' adapters are averaged
+        after every ``average_every`` steps; 0 means never.
         """
         plan = replace(plan, wants_gradient=bool(self._head.trainable()))
-        self._body.join(plan, longest, deadline=deadline, average_every=average_every)
+        if max_batch_tokens is None:
+            max_batch_tokens = self.lane.limits.max_tokens
+        until = self._deadline if deadline is None else deadline
+        self.body.join(plan, max_batch_tokens, until, average_every)
 
     def choose(self, model: str, adapters: Mapping[str, torch.Tensor] | None) -> None:
         """Select, by name, one of the server's models to evaluate.
@@ -84,7 +116,7 @@ class SplitModel:
             part.use(None if adapters is None else "default")
         if adapters is not None:
             load_state(self.parameters, adapters)
-        self._body.choose(model)
+        self.body.choose(model)
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
         """Accumulate the gradient of a step's loss in ``.grad`` of all three parties.
@@ -94,9 +126,9 @@ class SplitModel:
         derives the seed of each micro-batch's dropout from the step's seed. Return the summed loss
         of each micro-batch in nats.
         """
-        if self._body.average_due:
+        if self.body.average_due:
             own = {name: parameter.detach() for name, parameter in self.parameters.items()}
-            load_state(self.parameters, self._body.average(own))
+            load_state(self.parameters, self.body.average(own))
         self._set_up(training=True)
         batches = [batch.to(self._head.device) for batch in batches]
         targets = sum(len(batch.labels) for batch in batches)
@@ -116,12 +148,12 @@ class SplitModel:
                 outputs[index] = output
             return output.shape
 
-        for kind, index, received in self._body.pipeline(len(batches), forward, wants_gradient):
+        for kind, index, received in self.body.pipeline(len(batches), forward, wants_gradient):
             if kind is Kind.HIDDEN:
                 with drawing_from(derive_seed("dropout", seed, index, "tail")):
                     loss, gradient = self._backward_tail(received, batches[index], 1 / targets)
                 losses.append(loss)
-                self._body.send_gradient(index, gradient)
+                self.body.send_gradient(index, gradient)
             else:
                 propagate(outputs.pop(index), received)
         return torch.stack(losses).tolist()
@@ -134,7 +166,7 @@ class SplitModel:
         Return the norm over all parties before clipping.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        factor, norm = self._body.end_step(squared_norm(gradients))
+        factor, norm = self.body.end_step(squared_norm(gradients))
         if maximum:
             for gradient in gradients:
                 gradient.mul_(factor)
@@ -149,7 +181,7 @@ class SplitModel:
         def forward(index: int) -> torch.Size:
             return self._forward_head(index, batches[index], {}).shape
 
-        for _, index, received in self._body.pipeline(len(batches), forward):
+        for _, index, received in self.body.pipeline(len(batches), forward):
             hidden = self._tail(received, _padding(batches[index]))
             with self._tail.autocast():
                 losses.append(target_loss(self._output_head, hidden, batches[index]))
@@ -164,13 +196,13 @@ class SplitModel:
         output: torch.Tensor = generate(
             head=self._head,
             tail=self._tail,
-            exchange=self._body.exchange,
+            exchange=self.body.exchange,
             tokens=tokens,
             mask=mask,
             new_tokens=new_tokens,
             **settings,
         )
-        self._body.end_exchanges()
+        self.body.end_exchanges()
         return output.cpu()
 
     @torch.no_grad()
@@ -180,9 +212,9 @@ class SplitModel:
         """Compute log probabilities of candidate answers; see ``WholeModel.log_probabilities``."""
         self._set_up(training=False)
         hidden = hidden_of_candidates(
-            head=self._head, tail=self._tail, batch=batch, exchange=self._body.exchange
+            head=self._head, tail=self._tail, batch=batch, exchange=self.body.exchange
         )
-        self._body.end_exchanges()
+        self.body.end_exchanges()
         return compute(self._output_head, hidden[batch.positions], batch.labels)
 
     def _set_up(self, training: bool) -> None:
@@ -194,7 +226,7 @@ class SplitModel:
     ) -> torch.Tensor:
         """Compute the head's output, send it to the body, and return it."""
         output = self._head(batch.tokens, _padding(batch))
-        self._body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
+        self.body.send_hidden(index, output, batch.lengths, {"side": "right", **counts})
         return output
 
     def _backward_tail(

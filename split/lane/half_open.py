@@ -42,15 +42,15 @@ def network_of(host: str) -> str:
 
 
 class SilentStreams:
-    """Limits streams that wait for their first message: at most ``most``, for ``seconds`` each.
+    """Limits streams that wait for their first message: ``max_streams``, for ``seconds`` each.
 
     A legitimate client sends its first message immediately, so its stream is silent only
     briefly. If there are too many streams, the oldest stream of the address with the most streams
     is ended, so a flood from one address mainly ends the streams of that address.
     """
 
-    def __init__(self, most: int, seconds: float) -> None:
-        self._most = most
+    def __init__(self, max_streams: int, seconds: float) -> None:
+        self._max_streams = max_streams
         self._seconds = seconds
         self._lock = threading.Lock()
         self._streams: dict[Callable[[], object], str] = {}  # hosts by ``end``, oldest stream first
@@ -63,7 +63,7 @@ class SilentStreams:
         """
         with self._lock:
             displaced = None
-            if len(self._streams) >= self._most:
+            if len(self._streams) >= self._max_streams:
                 ((crowded, _),) = Counter(self._streams.values()).most_common(1)
                 displaced = next(key for key, its in self._streams.items() if its == crowded)
                 del self._streams[displaced]
@@ -81,13 +81,13 @@ class SilentStreams:
 class AnsweredHandshakes:
     """Limits handshakes that have begun but wait for the client's confirmation.
 
-    At most ``most`` handshakes may wait, each for ``seconds``. The limit per identity, ``each``,
-    prevents one client from using up the total.
+    At most ``max_handshakes`` handshakes may wait, each for ``seconds``. The limit per identity,
+    ``max_per_identity``, prevents one client from using up the total.
     """
 
-    def __init__(self, most: int, each: int, seconds: float) -> None:
-        self._most = most
-        self._each = each
+    def __init__(self, max_handshakes: int, max_per_identity: int, seconds: float) -> None:
+        self._max_handshakes = max_handshakes
+        self._max_per_identity = max_per_identity
         self._seconds = seconds
         self._lock = threading.Lock()
         self._taken: Counter[Identity] = Counter()
@@ -100,7 +100,8 @@ class AnsweredHandshakes:
         HandshakeError if there are too many handshakes.
         """
         with self._lock:
-            if self._taken.total() >= self._most or self._taken[identity] >= self._each:
+            own = self._taken[identity]
+            if self._taken.total() >= self._max_handshakes or own >= self._max_per_identity:
                 raise HandshakeError(Refusal.BUSY)
             self._taken[identity] += 1
         try:

@@ -35,12 +35,12 @@ from split.protocol.errors import (
 )
 from split.protocol.frames import Frame, Kind, Limits, Value
 from split.protocol.payload import Outgoing
-from split.protocol.records import MAX_BYTES
+from split.protocol.records import MAX_BYTES_PER_KEY
 from split.protocol.tickets import Identity
 
 _LOG = logging.getLogger(__name__)
 # A client replaces a stream before its keys reach their limit, with a margin for one large frame.
-REPLACE_AFTER_BYTES = MAX_BYTES - 2**32
+REPLACE_AFTER_BYTES = MAX_BYTES_PER_KEY - 2**32
 _FRAMES_AHEAD = 16  # maximum number of frames that wait for ``receive``, whatever their size
 
 
@@ -78,7 +78,7 @@ class Lane:
         self._cut: LaneError = LaneCutError("no stream has been opened yet")
         self._resume_by = time.monotonic() + resume_timeout  # time limit for replacing a cut stream
         self._closing: threading.Timer | None = None  # time limit for sending the last frames
-        self._stream: Stream | None = None
+        self.stream: Stream | None = None
         self._before = Traffic()  # traffic of the streams that were replaced
         self._seconds_waiting = 0.0
 
@@ -89,7 +89,7 @@ class Lane:
     def traffic(self) -> Traffic:
         """The traffic of all streams so far."""
         with self._changed:
-            present = self._stream.traffic if self._stream is not None else Traffic()
+            present = self.stream.traffic if self.stream is not None else Traffic()
             return self._before + present + Traffic(seconds_waiting=self._seconds_waiting)
 
     def check(self) -> None:
@@ -157,7 +157,7 @@ class Lane:
         end = time.monotonic() + timeout
         with self._changed:
             while not self._inbox and self._error is None and time.monotonic() < end:
-                until = end if self._stream is not None else min(end, self._resume_by)
+                until = end if self.stream is not None else min(end, self._resume_by)
                 self._changed.wait(max(0.0, until - time.monotonic()))
                 self._expire()
             self._seconds_waiting += time.perf_counter() - started
@@ -178,7 +178,7 @@ class Lane:
         with self._changed:
             self._inbox.clear()
             self._end(LaneClosedError(f"this end has closed the lane{reason}"), error, flush=True)
-            connected = self._stream is not None
+            connected = self.stream is not None
         if self._is_client and connected:
             self.over.wait(2 * CLOSE_SECONDS)
 
@@ -200,7 +200,7 @@ class Lane:
         The stream delivers no more frames, so the number is valid until ``attach`` is called.
         """
         with self._changed:
-            stream = self._stream
+            stream = self.stream
             self._lose_stream(LaneCutError(reason))
             received = self._delivery.received
         if stream is not None:
@@ -214,7 +214,7 @@ class Lane:
         """
         with self._changed:
             self._expire()
-            self._stream = stream
+            self.stream = stream
             self.opened += 1
             if self._error is not None:
                 self._release_later(stream)
@@ -241,7 +241,7 @@ class Lane:
                     failure = FrameError(f"a frame could not be sent: {lane_error(error)}")
                     self._end(failure, "a frame could not be sent")
         with self._changed:
-            if self._stream is not stream:
+            if self.stream is not stream:
                 return
             message, received = self._close_reason, self._delivery.received
         last = Frame(Kind.CLOSE)
@@ -258,7 +258,7 @@ class Lane:
         try:
             for message in messages:
                 with self._changed:
-                    present, ended = self._stream is stream, self._error is not None
+                    present, ended = self.stream is stream, self._error is not None
                 if not present:
                     return
                 if not ended:
@@ -269,12 +269,12 @@ class Lane:
             raise LaneCutError(f"the lane was cut {where}")
         except Exception as error:
             with self._changed:
-                if self._stream is stream:
+                if self.stream is stream:
                     self._lose_stream(lane_error(error))
         finally:
             stream.opener.partial = None  # no more records will arrive
             with self._changed:
-                if self._error is not None and self._stream in (stream, None):
+                if self._error is not None and self.stream in (stream, None):
                     self._finish()
 
     def _open(self, stream: Stream, record: bytes) -> None:
@@ -282,7 +282,7 @@ class Lane:
         try:
             frame = stream.open(record)
             with self._changed:
-                if self._stream is stream and self._error is None:
+                if self.stream is stream and self._error is None:
                     self._take(stream, frame)
         except AlteredRecordError:
             raise  # `read` treats it like a cut
@@ -304,7 +304,7 @@ class Lane:
         elif frame.kind is Kind.CONFIRM:
             raise FrameError("received a second CONFIRM")
         size = frame.memory_bytes(stream.opener.frame_bytes)
-        while self._error is None and self._stream is stream:
+        while self._error is None and self.stream is stream:
             if self._has_room(size):
                 self._inbox.append((frame, size))
                 self._delivery.received += 1
@@ -315,7 +315,7 @@ class Lane:
     def _next(self, stream: Stream) -> Outgoing | None:
         """Wait for the next frame to send over a stream; return None after the last one."""
         with self._changed:
-            while self._stream is stream:
+            while self.stream is stream:
                 outgoing = self._delivery.next()
                 if outgoing is not None or self._error is not None:
                     self._changed.notify_all()  # ``send`` may queue another frame
@@ -331,11 +331,11 @@ class Lane:
 
     def _may_queue(self) -> bool:
         fits = self._delivery.unsent_bytes <= self.limits.queue_bytes
-        return fits or self._stream is None or self._error is not None
+        return fits or self.stream is None or self._error is not None
 
     def _expire(self) -> None:
         """End the lane if a cut stream was not replaced in time."""
-        if self._stream is None and time.monotonic() >= self._resume_by:
+        if self.stream is None and time.monotonic() >= self._resume_by:
             error = LaneCutError(
                 f"{self._cut}; the lane was not resumed within {self._resume_timeout:g} s "
                 "(split.resume-timeout)"
@@ -343,9 +343,9 @@ class Lane:
             self._end(error, "the lane was not resumed within split.resume-timeout")
 
     def _lose_stream(self, cut: LaneError) -> None:
-        if self._stream is not None:
-            self._before += self._stream.traffic
-            self._stream = None
+        if self.stream is not None:
+            self._before += self.stream.traffic
+            self.stream = None
             self._cut = copy.copy(cut)
             self._resume_by = time.monotonic() + self._resume_timeout
             if self._error is None:
@@ -365,10 +365,10 @@ class Lane:
         self.ended_at = time.monotonic()
         if not flush or message is not None:
             self._delivery.drop_unsent()
-        if self._stream is None:
+        if self.stream is None:
             self._finish()
         else:
-            self._release_later(self._stream)
+            self._release_later(self.stream)
         self._changed.notify_all()
         _LOG.info("%r ended: %s", self, printable(str(error)))
 

@@ -12,14 +12,7 @@ import grpc
 from split.lane.half_open import AnsweredHandshakes, RefusedHandshakes, SilentStreams, host_of
 from split.lane.lane import Lane
 from split.lane.stream import Stream, wire_bytes
-from split.lane.transport import (
-    CLOSE_SECONDS,
-    METHOD,
-    REFUSED,
-    SERVICE,
-    PeerLimits,
-    server_options,
-)
+from split.lane.transport import CLOSE_SECONDS, METHOD, REFUSED, SERVICE, PeerLimits, server_options
 from split.protocol.errors import FrameError, HandshakeError, LaneError, Refusal
 from split.protocol.frames import Limits
 from split.protocol.handshake import ServerHandshake
@@ -44,7 +37,7 @@ class LaneServer:
         keys: ServerKeys,
         limits: Limits,
         on_lane: Callable[[Lane], None],
-        maximum_lanes: int = 256,
+        max_lanes: int = 256,
         resume_timeout: float = 30.0,
         peers: PeerLimits | None = None,
     ) -> None:
@@ -58,7 +51,7 @@ class LaneServer:
         self._answered = AnsweredHandshakes(
             peers.half_open, peers.of_one_identity, peers.handshake_seconds
         )
-        self._maximum_lanes = maximum_lanes
+        self._max_lanes = max_lanes
         self._lock = threading.Lock()
         self._lanes: dict[bytes, Lane] = {}  # by identifier in ``TicketBook``, including ended ones
         self._unconfirmed: dict[bytes, Stream] = {}  # each lane's newest stream, if unconfirmed
@@ -66,11 +59,9 @@ class LaneServer:
         self._stopping = False
         self._refused = RefusedHandshakes()
         # Allow for silent streams that were ended but whose calls have not returned yet.
-        calls = maximum_lanes + 3 * peers.half_open
+        calls = max_lanes + 3 * peers.half_open
         self._server = grpc.server(
-            _ThreadPerCall(),
-            options=server_options(calls, peers),
-            maximum_concurrent_rpcs=calls,
+            _ThreadPerCall(), options=server_options(calls, peers), maximum_concurrent_rpcs=calls
         )
         handler = grpc.stream_stream_rpc_method_handler(self._open)
         self._server.add_generic_rpc_handlers(
@@ -209,7 +200,7 @@ class LaneServer:
         """
         threads = [thread.name for thread in self._threads]
         own = 0 if new is None else threads.count(f"serve {new.node}")
-        full = len(threads) >= self._maximum_lanes or own >= self._peers.lanes_of_one_identity
+        full = len(threads) >= self._max_lanes or own >= self._peers.lanes_of_one_identity
         if self._stopping or (new and full):
             raise HandshakeError(Refusal.BUSY)
 

@@ -75,7 +75,7 @@ class StoredTensor:
         return whole
 
 
-def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
+def equals_stored(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
     """Return whether ``tensor`` equals the checkpoint's tensor ``name`` in ``tensor.dtype``."""
     return list(tensor.shape) == checkpoint.shapes[name] and all(
         torch.equal(tensor[rows].cpu(), piece.to(tensor.dtype))
@@ -83,7 +83,7 @@ def same(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
     )
 
 
-def compared(
+def compare_with_checkpoint(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], quantized: bool
 ) -> dict[str, str]:
     """Read the checkpoint again, and compare the tensors of a part that was loaded from it.
@@ -105,7 +105,7 @@ def compared(
             not quantized
             or (own.is_floating_point() and list(own.shape) == checkpoint.shapes[name])
         )
-        if comparable and not same(own, checkpoint, name):
+        if comparable and not equals_stored(own, checkpoint, name):
             raise BaseModelError(
                 f"{full} differs from {name} in {checkpoint.files[name]}: the file has changed "
                 f"since it was loaded, or {type(model).__name__} can't be loaded in parts"

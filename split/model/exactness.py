@@ -23,7 +23,7 @@ from split.model.adapters import join_adapters
 from split.model.generation import generate
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
-from split.model.miniature import miniature
+from split.model.miniature import build_miniature
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
 
@@ -84,7 +84,7 @@ class _TestModels:
 
     def __init__(self, directory: Path, settings: ModelSettings, partition: Partition) -> None:
         with TemporaryDirectory() as folder:
-            miniature(text_config(directory)).save_pretrained(folder)
+            build_miniature(text_config(directory)).save_pretrained(folder)
             self._whole = load_checkpoint(Path(folder), dtype=torch.float32)
             self._parts = load_parts(
                 settings=settings.model_copy(update={"dtype": "float32", "quantization": "none"}),
@@ -138,21 +138,21 @@ class _TestModels:
             inputs = left_padding(self._whole.base_model, padding.lengths, _COLUMNS)
             real = inputs["attention_mask"].bool()
 
-        def given_to_whole() -> dict[str, Any]:
-            given = {"input_ids": self._tokens, "use_cache": False, **inputs}
+        def inputs_of_whole() -> dict[str, Any]:
+            whole = {"input_ids": self._tokens, "use_cache": False, **inputs}
             if self._prefixes is None:
-                return given
-            return self._prefixes.before(given, len(self._tokens), torch.float32)
+                return whole
+            return self._prefixes.before(whole, len(self._tokens), torch.float32)
 
-        hidden = self._whole.base_model(**given_to_whole()).last_hidden_state[real]
-        logits = self._whole(**given_to_whole()).logits[real]
-        given = self._tokens
+        hidden = self._whole.base_model(**inputs_of_whole()).last_hidden_state[real]
+        logits = self._whole(**inputs_of_whole()).logits[real]
+        states = self._tokens
         for party in PARTIES:
-            given = self._parts[party](given, padding)
+            states = self._parts[party](states, padding)
         # Use the same shape as the whole model, because it determines the order of summation.
         output_head = self._parts["tail"].output_head
-        split_logits = output_head(inputs_embeds=given, use_cache=False).logits
-        return [("hidden states", hidden, given[real]), ("logits", logits, split_logits[real])]
+        split_logits = output_head(inputs_embeds=states, use_cache=False).logits
+        return [("hidden states", hidden, states[real]), ("logits", logits, split_logits[real])]
 
     def _other_texts(self) -> str:
         """Describe a difference between generated texts; return "" if there is none.
@@ -182,7 +182,7 @@ class _TestModels:
             expected = whole.generate(
                 input_ids=tokens, attention_mask=mask, max_new_tokens=_NEW_TOKENS, **settings
             )
-            found = generate(
+            actual = generate(
                 head=parts["head"],
                 tail=parts["tail"],
                 exchange=exchange,
@@ -193,10 +193,10 @@ class _TestModels:
             )
         except Exception as error:  # unsupported architectures can raise any exception
             return f"the {what} can't be compared: {type(error).__name__}: {error}"
-        if not torch.equal(found.sequences, expected.sequences):
+        if not torch.equal(actual.sequences, expected.sequences):
             return f"the {what} differ from those of the whole model"
-        for own, theirs in zip(found.logits, expected.logits, strict=True):
-            if (own - theirs).abs().max() > _ROUNDING * theirs.abs().max():
+        for logits, expected_logits in zip(actual.logits, expected.logits, strict=True):
+            if (logits - expected_logits).abs().max() > _ROUNDING * expected_logits.abs().max():
                 return f"logits of the {what} differ from those of the whole model"
         return ""
 

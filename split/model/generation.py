@@ -36,7 +36,7 @@ def generate(
     prompt_columns = mask.shape[1]
     padding_of_prompts = prompt_columns - mask.sum(dim=1)
     # The last draft may exceed the text's maximum length.
-    most = prompt_columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
+    max_columns = prompt_columns + new_tokens + (settings.get("prompt_lookup_num_tokens") or 0)
     positions = _Positions()
     parts: list[KeyValues] = []  # caches of the head and the tail
     sent = 0
@@ -61,7 +61,7 @@ def generate(
             left = Padding("left", lengths)
             parts[:] = KeyValues(head, left, columns), KeyValues(tail, left, columns)
             sent = 0
-            fields["new_tokens"] = most - columns
+            fields["new_tokens"] = max_columns - columns
         elif drop := parts[0].length - positions.length:
             fields["drop"] = drop
         hidden = exchange(sent, parts[0].extend(ids, drop), lengths, fields)

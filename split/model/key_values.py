@@ -30,7 +30,7 @@ class KeyValues:
 
     def __init__(self, part: Part, padding: Padding, columns: int) -> None:
         blocks = part.partition.range_of(part.party)
-        self._part = part
+        self.part = part
         self._backbone = part.model.base_model
         # Without blocks, there are no keys and values, and no cache.
         self.cache = _OwnBlocks(part.model.config, blocks.start) if blocks else None
@@ -53,22 +53,22 @@ class KeyValues:
         """Number of keys and values of each row so far, including prefix and padding."""
         return self._before + self.columns
 
-    def extend(self, given: torch.Tensor, drop: int = 0) -> torch.Tensor:
+    def extend(self, tokens_or_states: torch.Tensor, drop: int = 0) -> torch.Tensor:
         """Compute the blocks for the prompts, or for the next tokens of each row.
 
-        First remove the last ``drop`` columns from the cache. See `Part.__call__` for ``given`` and
-        the result.
+        First remove the last ``drop`` columns from the cache. See `Part.__call__` for the argument
+        and the result.
         """
         if self.cache is not None and self._can_drop and self.columns:
             self.cache.crop(-drop)
         elif self.cache is not None and drop:
             raise ValueError("recurrent blocks can't remove tokens; generate without drafts")
         self.columns -= drop
-        inputs = self._mask_and_positions(given.shape[1])
+        inputs = self.mask_and_positions(tokens_or_states.shape[1])
         if not self._padded or self.cache is None:
             del inputs["attention_mask"]
-        self.columns += given.shape[1]
-        return self._computed(given, inputs, self.cache)
+        self.columns += tokens_or_states.shape[1]
+        return self._compute(tokens_or_states, inputs, self.cache)
 
     @cached_property
     def can_join(self) -> bool:
@@ -82,23 +82,23 @@ class KeyValues:
 
     @staticmethod
     def extend_together(
-        texts: Sequence["KeyValues"], given: Sequence[torch.Tensor]
+        texts: Sequence["KeyValues"], states: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Compute the blocks for the next token of each row of several caches in one pass.
 
-        ``given`` and the result contain the hidden states of each cache, (rows, 1, hidden). Select
+        ``states`` and the result contain the hidden states of each cache, (rows, 1, hidden). Select
         the adapters with `Part.using_together`. After an error, the caches are unchanged.
         """
-        first, rows = texts[0], [len(states) for states in given]
+        first, rows = texts[0], [len(own) for own in states]
         columns = max(each.length for each in texts) + 1
         inputs: dict[str, list[torch.Tensor]] = {}
         for each in texts:
-            for name, value in each._mask_and_positions(1).items():
+            for name, value in each.mask_and_positions(1).items():
                 missing = columns - value.shape[1] if name == "attention_mask" else 0
                 inputs.setdefault(name, []).append(pad(value, (missing, 0)))
         try:
-            output = first._computed(
-                torch.cat([*given]),
+            output = first._compute(
+                torch.cat([*states]),
                 {name: torch.cat(values) for name, values in inputs.items()},
                 _OwnBlocks.joined([each.cache for each in texts], rows),
             )
@@ -113,9 +113,11 @@ class KeyValues:
         # A view would keep all rows in memory until a slow client has received its part.
         return [part.clone() for part in torch.split(output, rows)]
 
-    def _computed(self, given: torch.Tensor, inputs: dict[str, Any], cache: Any) -> torch.Tensor:
-        inputs = self._part.inputs_of(given) | inputs
-        with self._part.autocast():
+    def _compute(
+        self, tokens_or_states: torch.Tensor, inputs: dict[str, Any], cache: Any
+    ) -> torch.Tensor:
+        inputs = self.part.inputs_of(tokens_or_states) | inputs
+        with self.part.autocast():
             output = self._backbone(**inputs, past_key_values=cache, use_cache=cache is not None)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
@@ -126,7 +128,7 @@ class KeyValues:
         self._lengths = self._lengths.repeat_interleave(times)
         self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
 
-    def _mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
+    def mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
         """Return the attention mask and, if the model accepts any, position IDs."""
         inputs = dict(self._prompt)
         mask = inputs.pop("attention_mask")
@@ -204,5 +206,8 @@ class _JoinedLayer(DynamicLayer):  # type: ignore[misc]
         own = zip(self._layers, keys.split(self._rows), values.split(self._rows), strict=True)
         updated = [layer.update(k, v) for layer, k, v in own]
         length = self.get_seq_length()
-        padded = ([pad(t, (0, 0, length - t.shape[-2], 0)) for t in pair] for pair in updated)
-        return tuple(torch.cat(tensors) for tensors in zip(*padded, strict=True))
+        joined = []
+        for caches in zip(*updated, strict=True):  # the keys of all layers, then the values
+            padded = [pad(cache, (0, 0, length - cache.shape[-2], 0)) for cache in caches]
+            joined.append(torch.cat(padded))
+        return tuple(joined)

@@ -25,7 +25,7 @@ from finetuning.model.one_at_a_time import one_at_a_time
 from finetuning.model.placement import hand_over
 from finetuning.model.tensor_names import full_names
 from finetuning.settings import ModelSettings
-from split.model.checkpoint import Checkpoint, StoredTensor, compared, same
+from split.model.checkpoint import Checkpoint, StoredTensor, compare_with_checkpoint, equals_stored
 from split.model.devices import map_of_part
 from split.model.part import Part
 from split.model.partition import (
@@ -113,7 +113,7 @@ def load_parts(
         model = _load(kind=kind, config=whole.config, state=state, arguments=arguments)
         hand_over(model, arguments["device_map"])
         model.generation_config = generation_settings(directory, whole.config)
-        digests = compared(
+        digests = compare_with_checkpoint(
             model=model,
             checkpoint=checkpoint,
             sources=sources,
@@ -173,6 +173,6 @@ def _shared(
         for key, name in sources.items():
             if full.get(key, key) == one and other in held:
                 held_name, tensor = held[other]
-                if name == held_name or same(tensor, checkpoint, name):
+                if name == held_name or equals_stored(tensor, checkpoint, name):
                     result[key] = tensor.detach()
     return result

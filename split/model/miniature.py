@@ -27,7 +27,7 @@ _HEAD = 16
 _MAX_WEIGHTS = 2 * 10**7
 
 
-def miniature(config: Any) -> Any:
+def build_miniature(config: Any) -> Any:
     """Build a randomly initialised float32 model with all blocks and small widths.
 
     ``config``, the configuration of the real checkpoint, is not changed. Any exception can be
@@ -81,8 +81,8 @@ def _narrow(config: Any) -> None:
     if config.is_heterogeneous:  # Gemma 4 has other heads in blocks with full attention
         sizes = {"head_dim": 2 * _HEAD, "num_key_value_heads": 1}
         config.per_layer_config = {
-            block: {name: sizes.get(name, value) for name, value in given.items()}
-            for block, given in config.to_dict()["per_layer_config"].items()
+            block: {name: sizes.get(name, value) for name, value in settings.items()}
+            for block, settings in config.to_dict()["per_layer_config"].items()
         }
     _shorten_factors(vars(config).get("rope_parameters"))
     vars(config).pop("quantization_config", None)

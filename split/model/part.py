@@ -57,29 +57,29 @@ class Part:
         # Cache of `using_together`: each row's adapter, and each layer's stacked factors.
         self._together: tuple[Sequence[str | None], Sequence[tuple[Any, Any]]] | None = None
 
-    def __call__(self, given: torch.Tensor, padding: Padding) -> torch.Tensor:
+    def __call__(self, tokens_or_states: torch.Tensor, padding: Padding) -> torch.Tensor:
         """Compute this party's blocks with the adapter in use.
 
-        For the head, ``given`` contains tokens, (rows, columns) int64; for the other parties,
-        hidden states, (rows, columns, hidden), to which gradients propagate back. Return the hidden
-        states after the party's last block; for the tail, also after the final norm.
+        The argument of the head contains tokens, (rows, columns) int64; that of other parties,
+        hidden states, (rows, columns, hidden), to which gradients propagate back. Return the states
+        after the party's last block; for the tail, also after the final norm.
         """
-        inputs = self.inputs_of(given) | without_cache(self._backbone)
-        columns = given.shape[1]
+        inputs = self.inputs_of(tokens_or_states) | without_cache(self._backbone)
+        rows, columns = tokens_or_states.shape[:2]
         if padding.side == "left" and bool((padding.lengths < columns).any()):
             lengths = to_device(padding.lengths, self.device)
             inputs |= left_padding(self._backbone, lengths, columns)
         if self.prefixes is not None:
-            inputs = self.prefixes.before(inputs, len(given), self.dtype, self.model.training)
+            inputs = self.prefixes.before(inputs, rows, self.dtype, self.model.training)
         with self.autocast():
             output = self._backbone(**inputs)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def inputs_of(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
+    def inputs_of(self, tokens_or_states: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return tokens or hidden states as the backbone's argument, on the part's first device."""
         if self.party == "head":
-            return {"input_ids": to_device(given, self.device)}
-        return {"inputs_embeds": to_device(given, self.device, self.dtype)}
+            return {"input_ids": to_device(tokens_or_states, self.device)}
+        return {"inputs_embeds": to_device(tokens_or_states, self.device, self.dtype)}
 
     @property
     def prefixes(self) -> BlockPrefixes | None:
@@ -144,8 +144,8 @@ class Part:
         with ExitStack() as hooks:
             for layer, (first, second) in zip(layers, self._together[1], strict=True):
 
-                def add(_: Any, given: Any, output: Any, a: Any = first, b: Any = second) -> Any:
-                    return output + (given[0].to(a.dtype) @ a @ b).to(output.dtype)
+                def add(_: Any, inputs: Any, output: Any, a: Any = first, b: Any = second) -> Any:
+                    return output + (inputs[0].to(a.dtype) @ a @ b).to(output.dtype)
 
                 hooks.callback(layer.register_forward_hook(add).remove)
             yield
@@ -153,17 +153,20 @@ class Part:
     def _factors(self, layer: Any, names: Sequence[str | None]) -> tuple[Any, Any]:
         """Return each row's LoRA factors, (rows, in, rank) and (rows, rank, out), scaled."""
         any_slot = next(iter(layer.lora_A))
-        zeros = [torch.zeros_like(m[any_slot].weight.mT) for m in (layer.lora_A, layer.lora_B)]
-        pairs = []
+        no_first, no_second = (
+            torch.zeros_like(m[any_slot].weight.mT) for m in (layer.lora_A, layer.lora_B)
+        )
+        firsts, seconds = [], []
         for name in names:
             slot = self._slots.get(name or "")
-            pair = zeros
             if slot in layer.lora_A:
-                pair = [layer.lora_A[slot].weight.mT, layer.lora_B[slot].weight.mT]
-                pair = [pair[0] * layer.scaling[slot], pair[1]]
-            pairs.append(pair)
-        first, second = (torch.stack([pair[i].detach() for pair in pairs]) for i in (0, 1))
-        return first, second
+                first, second = (m[slot].weight.detach().mT for m in (layer.lora_A, layer.lora_B))
+                firsts.append(first * layer.scaling[slot])
+                seconds.append(second)
+            else:
+                firsts.append(no_first)
+                seconds.append(no_second)
+        return torch.stack(firsts), torch.stack(seconds)
 
     def trainable(self, name: str = "default") -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights, sorted and keyed by name in the whole model's saved adapter.
@@ -200,6 +203,16 @@ class Part:
         """Turn dropout on or off, and gradient checkpointing too if the settings enable it."""
         if self.model.training != mode:
             self.model.train(mode)
+
+    def forget(self, name: str) -> None:
+        """Do nothing, because activations are freed with the tensors that refer to them."""
+
+    def with_cache(self) -> "Part":
+        """Return the part itself, because its keys and values can be cached."""
+        return self
+
+    def close(self) -> None:
+        """Do nothing, because the blocks are in this process."""
 
     def _add_layers(self, settings: AdapterSettings, slot: str) -> None:
         model = self._peft_model or self.model

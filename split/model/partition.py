@@ -173,8 +173,8 @@ def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
     """Restrict a model's configurations, and their lists with one entry per block, to a party."""
     own = partition.range_of(party)
     modules = (module for path, module in model.named_modules() if "rot" not in path)
-    found: list[Any] = [getattr(module, "config", None) for module in modules]
-    for config in {id(config): config for config in found}.values():
+    configs: list[Any] = [getattr(module, "config", None) for module in modules]
+    for config in {id(config): config for config in configs}.values():
         if getattr(config, "num_hidden_layers", None) != partition.blocks:
             continue
         for name, value in list(vars(config).items()):
@@ -183,8 +183,8 @@ def _shorten(model: Any, partition: Partition, party: PartyName) -> None:
                 setattr(config, name, value[own.start : own.stop])
         config.num_hidden_layers = len(own)
         if config.is_heterogeneous:  # Gemma 4
-            given = config.to_dict()["per_layer_config"]
+            settings = config.to_dict()["per_layer_config"]
             config.per_layer_config = {
-                int(block) - own.start: given[block] for block in given if int(block) in own
+                int(block) - own.start: settings[block] for block in settings if int(block) in own
             }
         config.tie_word_embeddings = False

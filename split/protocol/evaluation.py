@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from split.protocol.errors import ProtocolError
-from split.protocol.frames import Frame, Kind, Padding, hidden_of, whole_number
+from split.protocol.frames import Frame, Kind, Padding, read_hidden, read_whole_number
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CachedExtension:
 
 
 # A STEP frame means that the client no longer needs the cached texts.
-Event = ModelChoice | ForwardPass | Prompts | CachedExtension | Frame
+EvaluationEvent = ModelChoice | ForwardPass | Prompts | CachedExtension | Frame
 
 
 class Evaluation:
@@ -64,15 +64,15 @@ class Evaluation:
 
     ``columns_before`` maps the names of the models that the client may select to their prefix
     lengths. At most ``window`` micro-batches may be in flight. A micro-batch has at most
-    ``longest`` padded tokens (0 allows only cached texts), and a batch of cached texts has at most
-    ``max_cached_tokens``, including new tokens. Both include prefixes.
+    ``max_batch_tokens`` padded tokens (0 allows only cached texts), and a batch of cached texts has
+    at most ``max_cached_tokens``, including new tokens. Both include prefixes.
     """
 
     def __init__(
         self,
         columns_before: Mapping[str, int],
         window: int,
-        longest: int,
+        max_batch_tokens: int,
         max_cached_tokens: int,
     ) -> None:
         # Any thread may change these two attributes.
@@ -80,7 +80,7 @@ class Evaluation:
         self.answered = 0  # number of micro-batches whose output was sent
         self._models = columns_before
         self._window = window
-        self._longest = longest
+        self._max_batch_tokens = max_batch_tokens
         self._max_cached_tokens = max_cached_tokens
         self._model: str | None = None  # the selected model; None until the first JOIN
         self._prefix = 0  # prefix length of the selected model
@@ -91,7 +91,7 @@ class Evaluation:
         self._new_tokens = self._frames = 0
         self._complete = False  # whether endings have completed the cached texts
 
-    def receive(self, frame: Frame) -> Event | None:
+    def receive(self, frame: Frame) -> EvaluationEvent | None:
         """Check the next frame; return its event, or None for ``END``.
 
         Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
@@ -120,10 +120,10 @@ class Evaluation:
         self._model, self._prefix, self._frames = model, self._models[model], 0
         return ModelChoice(model, is_new=self.choosing)
 
-    def _hidden(self, frame: Frame) -> Event:
-        hidden, padding = hidden_of(frame)
+    def _hidden(self, frame: Frame) -> EvaluationEvent:
+        hidden, padding = read_hidden(frame)
         if "new_tokens" in frame.fields:
-            event: Event = self._prompts(frame, hidden, padding)
+            event: EvaluationEvent = self._prompts(frame, hidden, padding)
         elif "endings" in frame.fields:
             event = self._endings(frame, hidden, padding)
         elif not self._frames:
@@ -137,16 +137,16 @@ class Evaluation:
         if self._received - self.answered >= self._window:
             raise ProtocolError(f"more than {self._window} micro-batches are in flight")
         tokens = self._tokens(*hidden.shape[:2])
-        if tokens > self._longest:
+        if tokens > self._max_batch_tokens:
             raise ProtocolError(
-                f"received {tokens} padded tokens; at most {self._longest} were agreed on"
+                f"received {tokens} padded tokens; at most {self._max_batch_tokens} were agreed on"
             )
         return ForwardPass(frame.step, frame.micro_batch, hidden, padding)
 
     def _prompts(self, frame: Frame, hidden: torch.Tensor, padding: Padding) -> Prompts:
         self._refuse_in_flight("another generation")
         rows, columns = hidden.shape[:2]
-        new_tokens = whole_number(frame, "new_tokens")
+        new_tokens = read_whole_number(frame, "new_tokens")
         if padding.side != "left" or frame.micro_batch or not new_tokens:
             raise ProtocolError(
                 f"received {new_tokens} new tokens, micro-batch {frame.micro_batch} and padding on "
@@ -167,7 +167,7 @@ class Evaluation:
     def _next_tokens(self, frame: Frame, hidden: torch.Tensor) -> CachedExtension:
         self._refuse_in_flight("the next tokens")
         rows, columns = hidden.shape[:2]
-        drop = whole_number(frame, "drop") if "drop" in frame.fields else 0
+        drop = read_whole_number(frame, "drop") if "drop" in frame.fields else 0
         if (rows, frame.micro_batch) != (self._rows, self._frames) or drop >= self._last:
             raise ProtocolError(
                 f"received {rows} rows as micro-batch {frame.micro_batch}, and {drop} tokens to "
@@ -184,7 +184,7 @@ class Evaluation:
         if not self._frames:
             raise ProtocolError("received endings without their beginnings")
         self._refuse_in_flight("endings")
-        each, (rows, columns) = whole_number(frame, "endings"), hidden.shape[:2]
+        each, (rows, columns) = read_whole_number(frame, "endings"), hidden.shape[:2]
         if (
             (self._frames, frame.micro_batch, padding.side) != (1, 1, "right")
             or not each

@@ -26,7 +26,7 @@ PLAIN = {torch.float64, torch.float32, torch.int64, torch.int32}
 _MAX_NAME_LENGTH = 256
 _MAX_TEXT_LENGTH = 4096
 # Hidden states of some models reach 10⁶. The square of 2³⁰ is far below float32's maximum.
-_LARGEST_NUMBER = 2.0**30
+_MAX_NUMBER = 2.0**30
 # Memory overhead of Python and PyTorch for a queued frame, and for each of its tensors and fields:
 # the measured values plus 20%.
 _FRAME_BYTES = 640
@@ -98,17 +98,17 @@ class Padding:
 class Limits:
     """Limits on the frames of a lane, which both sides know before it is opened.
 
-    The limit on the payload of ``HIDDEN`` and ``GRADIENT`` follows from ``maximum_tokens``; that of
+    The limit on the payload of ``HIDDEN`` and ``GRADIENT`` follows from ``max_tokens``; that of
     the other kinds except ``AVERAGE`` is 64 KiB. The columns of ``HIDDEN`` and ``GRADIENT`` are
     limited, too, because attention's time and memory grow with their square.
     """
 
     hidden: int  # width of the hidden states
     wire_dtype: WireType  # type of hidden states and gradients, in both directions
-    maximum_tokens: int  # maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame
+    max_tokens: int  # maximum rows × columns of a ``HIDDEN`` or ``GRADIENT`` frame
     average_bytes: int = 0  # maximum payload of ``AVERAGE`` frames; 0 allows none
     window: int = 4  # maximum number of micro-batches in flight
-    maximum_columns: int | None = None  # None means ``maximum_tokens``
+    max_columns: int | None = None  # None means ``max_tokens``
 
     @property
     def queue_bytes(self) -> int:
@@ -127,24 +127,26 @@ class Limits:
         Tensors count as float32, the largest type in memory and on the network.
         """
         length = 8  # bytes for a row's length; each row has at least one token
-        return SMALL_PAYLOAD_BYTES + self.maximum_tokens * (4 * self.hidden + length)
+        return SMALL_PAYLOAD_BYTES + self.max_tokens * (4 * self.hidden + length)
 
-    def largest(self, kind: Kind) -> int:
+    def max_payload_bytes(self, kind: Kind) -> int:
         """Return the maximum payload of a kind in bytes."""
         if kind in TENSOR_OF_KIND:
             scale = 4 if self.wire_dtype == "int8" else 0
             length = 4  # bytes for a row's length; each row has at least one token
             token = self.hidden * WIRE[self.wire_dtype].itemsize + scale + length
-            return SMALL_PAYLOAD_BYTES + self.maximum_tokens * token
+            return SMALL_PAYLOAD_BYTES + self.max_tokens * token
         return self.average_bytes if kind is Kind.AVERAGE else SMALL_PAYLOAD_BYTES
 
     def check_bytes(self, kind: Kind, size: int) -> None:
         """Raise a FrameError if a payload is larger than the lane allows for this kind."""
-        most = self.largest(kind)
-        if not most:
+        max_bytes = self.max_payload_bytes(kind)
+        if not max_bytes:
             raise FrameError(f"received {kind.name}, but adapters are not averaged within a round")
-        if size > most:
-            raise FrameError(f"a {kind.name} frame has {size} bytes; at most {most} were agreed on")
+        if size > max_bytes:
+            raise FrameError(
+                f"a {kind.name} frame has {size} bytes; at most {max_bytes} were agreed on"
+            )
 
     def check_shape(self, kind: Kind, shape: tuple[int, ...]) -> None:
         """Check the shape of a ``HIDDEN`` or ``GRADIENT`` frame's tensor.
@@ -157,20 +159,20 @@ class Limits:
                 f"a {kind.name} frame has shape {shape}; (rows, columns, {self.hidden}) was "
                 "agreed on: do both sides have the same base model?"
             )
-        if shape[0] * shape[1] > self.maximum_tokens:
+        if shape[0] * shape[1] > self.max_tokens:
             raise FrameError(
                 f"a {kind.name} frame has {shape[0]} × {shape[1]} tokens; at most "
-                f"{self.maximum_tokens} were agreed on"
+                f"{self.max_tokens} were agreed on"
             )
-        if self.maximum_columns is not None and shape[1] > self.maximum_columns:
+        if self.max_columns is not None and shape[1] > self.max_columns:
             raise FrameError(
                 f"a {kind.name} frame has rows of {shape[1]} tokens; at most "
-                f"{self.maximum_columns} were agreed on (data.max-length, or --max-prompt-length "
+                f"{self.max_columns} were agreed on (data.max-length, or --max-prompt-length "
                 "of chambers serve)"
             )
 
     def check(
-        self, kind: Kind, size: int, found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+        self, kind: Kind, size: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> None:
         """Check the size of a payload, and the types and shapes of its tensors by name.
 
@@ -179,15 +181,17 @@ class Limits:
         self.check_bytes(kind, size)
         tokens = TENSOR_OF_KIND.get(kind)
         if tokens is None:
-            for name, (dtype, _) in found.items():
+            for name, (dtype, _) in tensors.items():
                 if dtype not in PLAIN:
                     raise FrameError(f"{name!r} of a {kind.name} frame can't be {dtype}")
             return
         wire = WIRE[self.wire_dtype]
         needed = {tokens, tokens + SCALE} if wire is torch.int8 else {tokens}
-        if found.keys() - {"lengths"} != needed:
-            raise FrameError(f"{kind.name} has tensors {sorted(found)}; expected {sorted(needed)}")
-        dtype, shape = found[tokens]
+        if tensors.keys() - {"lengths"} != needed:
+            raise FrameError(
+                f"{kind.name} has tensors {sorted(tensors)}; expected {sorted(needed)}"
+            )
+        dtype, shape = tensors[tokens]
         if dtype is not wire:
             raise FrameError(
                 f"received {tokens!r} as {dtype}; {self.wire_dtype} was agreed on: do both sides "
@@ -196,7 +200,7 @@ class Limits:
         self.check_shape(kind, shape)
         expected = {tokens + SCALE: (torch.float32, shape[:2]), "lengths": (torch.int32, shape[:1])}
         for name, (dtype, shape) in expected.items():
-            if name in found and found[name] != (dtype, shape):
+            if name in tensors and tensors[name] != (dtype, shape):
                 raise FrameError(f"{name!r} of a {kind.name} frame is not {dtype} of shape {shape}")
 
 
@@ -218,9 +222,9 @@ def check_padding(frame: Frame) -> None:
     rows, columns = frame.tensors[TENSOR_OF_KIND[frame.kind]].shape[:2]
     if lengths.shape != (rows,) or lengths.is_floating_point() or lengths.dtype is torch.bool:
         raise FrameError(f"lengths of {rows} rows can't be {lengths.dtype} {tuple(lengths.shape)}")
-    shortest, longest = (int(bound) for bound in torch.aminmax(lengths))
-    if not 1 <= shortest <= longest <= columns:
-        raise FrameError(f"row lengths are {shortest} to {longest}; expected 1 to {columns}")
+    low, high = (int(bound) for bound in torch.aminmax(lengths))
+    if not 1 <= low <= high <= columns:
+        raise FrameError(f"row lengths are {low} to {high}; expected 1 to {columns}")
     if frame.fields.get("side") not in ("left", "right"):
         raise FrameError('a frame with lengths needs a field "side" that is "left" or "right"')
 
@@ -252,7 +256,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             raise FrameError(f"field {name!r} ({type(value).__name__}) is invalid or too large")
 
 
-def hidden_of(frame: Frame) -> tuple[torch.Tensor, Padding]:
+def read_hidden(frame: Frame) -> tuple[torch.Tensor, Padding]:
     """Return hidden states and their padding. The lane has already checked shapes and lengths.
 
     Raise a ProtocolError if the lengths are missing, or a hidden state is too large.
@@ -271,12 +275,12 @@ def check_size(numbers: torch.Tensor, name: str) -> None:
     """
     if not numbers.numel():
         return
-    least, most = (float(bound) for bound in torch.aminmax(numbers))
-    if not -_LARGEST_NUMBER <= least <= most <= _LARGEST_NUMBER:
+    low, high = (float(bound) for bound in torch.aminmax(numbers))
+    if not -_MAX_NUMBER <= low <= high <= _MAX_NUMBER:
         raise ProtocolError(f"{name!r} contains NaN or numbers beyond 2³⁰")
 
 
-def whole_number(frame: Frame, name: str) -> int:
+def read_whole_number(frame: Frame, name: str) -> int:
     """Return the value of a field; raise a ProtocolError unless it is a non-negative integer."""
     value = frame.fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

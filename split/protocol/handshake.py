@@ -23,6 +23,7 @@ from split.protocol.keys import (
     MAC_BYTES,
     SUITE_NUMBERS,
     WRAPPED_BYTES,
+    WRAPPED_SECRET_BYTES,
     KeyExchange,
     KeySchedule,
     LaneSecrets,
@@ -32,10 +33,9 @@ from split.protocol.keys import (
     key_identifier,
     wrap,
 )
-from split.protocol.keys import SECRET_BYTES as WRAPPED_SECRET_BYTES
 from split.protocol.tickets import IDENTIFIER_BYTES, NAME_BYTES, Identity, Ticket, TicketBook
 
-VERSION = 4
+HANDSHAKE_VERSION = 4
 _MAGIC = b"CHLN"
 _PREFIX = struct.Struct(">4sBB")  # magic bytes, version, number of the message
 PREFIX_BYTES = _PREFIX.size
@@ -80,7 +80,7 @@ class ClientHandshake:
         )
         context = hello_context(hello)
         body = context + wrap(self._suite, self._server_public, self._secret, context)
-        self._hello = body + _hello_mac(self._ticket, body)
+        self._hello = body + hello_mac(self._ticket, body)
         return self._hello
 
     def finish(self, answer: bytes) -> tuple[bytes, LaneSecrets]:
@@ -92,7 +92,7 @@ class ClientHandshake:
         check_prefix(answer, 2)
         if len(answer) != PREFIX_BYTES + SHARE_BYTES + MAC_BYTES:
             raise HandshakeError(Refusal.MALFORMED)
-        shared = _agree(self._private, answer[PREFIX_BYTES:-MAC_BYTES])
+        shared = agree(self._private, answer[PREFIX_BYTES:-MAC_BYTES])
         schedule = KeySchedule(shared, self._secret, self._ticket.secret)
         transcript = self._hello + answer[:-MAC_BYTES]
         _compare(answer[-MAC_BYTES:], schedule.finished(_SERVER, transcript))
@@ -120,7 +120,7 @@ class ServerHandshake:
         """
         message = read_hello(hello)
         ticket, identity = self._tickets.find(message.ticket)
-        _compare(hello[-MAC_BYTES:], _hello_mac(ticket, hello[:-MAC_BYTES]))
+        _compare(hello[-MAC_BYTES:], hello_mac(ticket, hello[:-MAC_BYTES]))
         if message.identity != identity:
             raise HandshakeError(Refusal.TICKET_FOREIGN)
         if message.suite != SUITE_NUMBERS[self._keys.suite]:
@@ -139,7 +139,7 @@ class ServerHandshake:
         wrapped = self._keys.unwrap(message.key, message.wrapped, hello_context(message))
         private = X25519PrivateKey.generate()
         share = private.public_key().public_bytes_raw()
-        self._schedule = KeySchedule(_agree(private, message.share), wrapped, self._ticket.secret)
+        self._schedule = KeySchedule(agree(private, message.share), wrapped, self._ticket.secret)
         body = prefix(2) + share
         answer = body + self._schedule.finished(_SERVER, self._transcript + body)
         self._transcript += answer
@@ -158,16 +158,18 @@ class ServerHandshake:
         return self._schedule.secrets(self._transcript + finished), self._ticket.identifier
 
 
-def _hello_mac(ticket: Ticket, body: bytes) -> bytes:
+def hello_mac(ticket: Ticket, body: bytes) -> bytes:
+    """Return the MAC of M1, which proves possession of the ticket's secret."""
     return authenticate(derive(secret=ticket.secret, label=b"hello", context=b"", length=32), body)
 
 
-def _compare(found: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(found, expected):
+def _compare(mac: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(mac, expected):
         raise HandshakeError(Refusal.AUTHENTICATION)
 
 
-def _agree(private: X25519PrivateKey, share: bytes) -> bytes:
+def agree(private: X25519PrivateKey, share: bytes) -> bytes:
+    """Return the shared secret; raise a HandshakeError if it would be public."""
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError:  # a point of small order, for which the shared secret would be public
@@ -223,17 +225,17 @@ def read_hello(message: bytes) -> Hello:
 
 def prefix(number: int) -> bytes:
     """Return the prefix of the message with this number."""
-    return _PREFIX.pack(_MAGIC, VERSION, number)
+    return _PREFIX.pack(_MAGIC, HANDSHAKE_VERSION, number)
 
 
 def check_prefix(message: bytes, number: int) -> None:
     """Raise a HandshakeError unless a message begins with the prefix for this number."""
     if len(message) < PREFIX_BYTES:
         raise HandshakeError(Refusal.MALFORMED)
-    magic, version, found = _PREFIX.unpack_from(message)
-    if magic != _MAGIC or found != number:
+    magic, version, message_number = _PREFIX.unpack_from(message)
+    if magic != _MAGIC or message_number != number:
         raise HandshakeError(Refusal.MALFORMED)
-    if version != VERSION:
+    if version != HANDSHAKE_VERSION:
         raise HandshakeError(Refusal.VERSION)
 
 

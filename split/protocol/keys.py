@@ -31,7 +31,7 @@ KeyExchange = Literal["ml-kem-768-x25519", "rsa-3072"]
 SUITE_NUMBERS: dict[KeyExchange, int] = {"ml-kem-768-x25519": 1, "rsa-3072": 2}
 WRAPPED_BYTES: dict[KeyExchange, int] = {"ml-kem-768-x25519": 1168, "rsa-3072": 384}
 KEY_IDENTIFIER_BYTES = 32
-SECRET_BYTES = 32
+WRAPPED_SECRET_BYTES = 32
 MAC_BYTES = 32
 
 _MLKEM_PUBLIC_BYTES = 1184
@@ -127,7 +127,7 @@ class ServerKeys:
                 secret = _HPKE.decrypt(wrapped, private, info=_LABEL + context)
         except (ValueError, InvalidTag):
             raise HandshakeError(Refusal.WRAPPED_SECRET) from None
-        if len(secret) != SECRET_BYTES:
+        if len(secret) != WRAPPED_SECRET_BYTES:
             raise HandshakeError(Refusal.WRAPPED_SECRET)
         return secret
 

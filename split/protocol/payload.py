@@ -48,7 +48,7 @@ _TORCH_TYPES = {
     "I8": torch.int8,
 }
 # 127 and -128 times this scale are finite.
-_LARGEST_SCALE = torch.finfo(torch.float32).max / 128
+_MAX_SCALE = torch.finfo(torch.float32).max / 128
 _NAMES = {dtype: name for name, dtype in _TORCH_TYPES.items()}
 
 
@@ -273,14 +273,14 @@ def read(
 def _check_finite(tensor: Tensor, name: str) -> None:
     if tensor.is_floating_point() and tensor.numel():
         # Minimum and maximum are NaN if any element is NaN; aminmax needs one pass and no mask.
-        least, most = (float(bound) for bound in torch.aminmax(tensor))
-        if not (math.isfinite(least) and math.isfinite(most)):
+        low, high = (float(bound) for bound in torch.aminmax(tensor))
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise FrameError(f"{name!r} contains NaN or infinity")
 
 
 def _check_scales(scales: Tensor, name: str) -> None:
-    least, most = (float(bound) for bound in torch.aminmax(scales))
-    if not 0 <= least <= most <= _LARGEST_SCALE:  # NaN is within no bounds
+    low, high = (float(bound) for bound in torch.aminmax(scales))
+    if not 0 <= low <= high <= _MAX_SCALE:  # NaN is within no bounds
         raise FrameError(f"{name!r} contains NaN, infinity or a number that is too large")
 
 
@@ -292,9 +292,9 @@ def _quantise(tensor: Tensor, integers: Tensor, scales: Tensor, name: str) -> No
     """
     numbers = tensor.float()
     # Along a dimension, aminmax is many times slower than amax and amin.
-    largest = torch.maximum(numbers.amax(-1), -numbers.amin(-1))
+    max_size = torch.maximum(numbers.amax(-1), -numbers.amin(-1))
     # Avoid a division by 0 if all numbers of a token are 0 or close to the smallest float32.
-    scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = (max_size / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     scales.copy_(scale)
     _check_scales(scales, name)
     integers.copy_((numbers / scale.unsqueeze(-1)).round_().clamp_(-127, 127))

@@ -22,7 +22,7 @@ from split.protocol.errors import AlteredRecordError, FrameError, LaneCutError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.payload import Description, read_description
 
-VERSION = 4
+RECORD_VERSION = 4
 RECORD_BYTES = 2**20  # maximum payload of a record
 TAG_BYTES = 16
 _NONCE_BYTES = 12
@@ -30,7 +30,7 @@ _HEADER = struct.Struct(">BBBxIIIQQ")  # the version, and the fields of ``Record
 HEADER_BYTES = _HEADER.size
 MAX_RECORD_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
 # 2³⁴ AES blocks per key keep an adversary's advantage against AES-GCM below 2⁻⁶⁰.
-MAX_BYTES = 2**38
+MAX_BYTES_PER_KEY = 2**38
 
 
 class RecordHeader(NamedTuple):
@@ -46,7 +46,7 @@ class RecordHeader(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the header's 32 bytes."""
-        return _HEADER.pack(VERSION, *self)
+        return _HEADER.pack(RECORD_VERSION, *self)
 
     @property
     def frame(self) -> tuple[Kind, int, int, int]:
@@ -57,7 +57,7 @@ class RecordHeader(NamedTuple):
 class Sealer:
     """Encryption of one direction of a stream, with a key that is used for nothing else."""
 
-    def __init__(self, key: bytes, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, key: bytes, max_bytes: int = MAX_BYTES_PER_KEY) -> None:
         self._cipher = AESGCM(key)
         self._counter = 0
         self._max_bytes = self._left = max_bytes
@@ -159,8 +159,8 @@ class Opener:
     def _header(self, record: bytes, size: int) -> RecordHeader:
         """Parse a record's header and check that it is expected now."""
         version, number, flags, *others = _HEADER.unpack_from(record)
-        if version != VERSION:
-            raise FrameError(f"a record has version {version}, not {VERSION}")
+        if version != RECORD_VERSION:
+            raise FrameError(f"a record has version {version}, not {RECORD_VERSION}")
         if number not in Kind.__members__.values():
             raise FrameError(f"there is no frame of kind {number}")
         header = RecordHeader(Kind(number), flags == 1, *others)

@@ -85,12 +85,18 @@ class _Entry:
 
 
 class TicketBook:
-    """The server's tickets. Not thread-safe; callers must hold a lock."""
+    """The server's tickets. Not thread-safe; callers must hold a lock.
+
+    Its length is the number of tickets and lanes in memory.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[bytes, _Entry] = {}
         self._tickets_of: dict[bytes, list[bytes]] = {}  # valid tickets by lane, oldest first
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._tickets_of)
 
     def issue(self, identity: Identity, lifetime: float, standing: bool = False) -> Ticket:
         """Issue a ticket, valid for ``lifetime`` seconds; a standing one opens many lanes."""
@@ -119,8 +125,8 @@ class TicketBook:
         if mac in entry.hellos:
             raise HandshakeError(Refusal.BUSY)
         entry.hellos[mac] = None
-        most = _REMEMBERED_HELLOS if entry.lane else _REMEMBERED_HELLOS_OF_STANDING
-        if len(entry.hellos) > most:
+        max_hellos = _REMEMBERED_HELLOS if entry.lane else _REMEMBERED_HELLOS_OF_STANDING
+        if len(entry.hellos) > max_hellos:
             del entry.hellos[next(iter(entry.hellos))]
 
     def accept(self, identifier: bytes, resumption: Ticket) -> bytes:

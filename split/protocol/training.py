@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from split.protocol.errors import ProtocolError
-from split.protocol.frames import Frame, Kind, Padding, check_size, hidden_of, whole_number
+from split.protocol.frames import Frame, Kind, Padding, check_size, read_hidden, read_whole_number
 
 # Maximum of a squared norm, small enough for a finite sum over all clients.
-_LARGEST_NORM = 1e30
+_MAX_SQUARED_NORM = 1e30
 _NUMBERS = "steps", "first_step", "total_steps"  # of a ``RoundPlan``, in JOIN
 
 
@@ -38,18 +38,20 @@ class RoundLimits:
     micro_batches: int  # maximum number of micro-batches in a step of a client
     rows: int  # maximum number of rows of all micro-batches in a step of a client
 
-    def credits(self, longest: int) -> int:
-        """Return how many micro-batches of at most ``longest`` padded tokens may be in flight.
+    def credits(self, max_batch_tokens: int) -> int:
+        """Return how many micro-batches of this size, in padded tokens, may be in flight.
 
         Raise a ProtocolError if one such micro-batch exceeds the activation budget.
         """
-        if longest > self.activation_budget:
+        if max_batch_tokens > self.activation_budget:
             raise ProtocolError(
-                f"a micro-batch of {longest} padded tokens is larger than split.activation-budget "
-                f"= {self.activation_budget}; raise this limit, or lower train.batch-size, "
-                "data.max-length or adapter.prefix-length"
+                f"a micro-batch of {max_batch_tokens} padded tokens is larger than "
+                f"split.activation-budget = {self.activation_budget}; raise this limit, or lower "
+                "train.batch-size, data.max-length or adapter.prefix-length"
             )
-        return max(1, min(self.window, self.activation_budget // (self.lanes * max(1, longest))))
+        return max(
+            1, min(self.window, self.activation_budget // (self.lanes * max(1, max_batch_tokens)))
+        )
 
 
 @dataclass(frozen=True)
@@ -94,20 +96,20 @@ class StepEnd:
 
 
 # A frame with adapters of the head and the tail requests their average over all clients.
-Event = HeadOutput | OutputGradient | StepEnd | Frame
+TrainingEvent = HeadOutput | OutputGradient | StepEnd | Frame
 
 
 class TrainingRound:
     """State machine that checks a client's frames. Don't call ``receive`` concurrently."""
 
-    def __init__(self, largest: RoundPlan, limits: RoundLimits) -> None:
-        self.plan = largest  # the client's plan; until it has joined, the largest that is allowed
+    def __init__(self, max_plan: RoundPlan, limits: RoundLimits) -> None:
+        self.plan = max_plan  # the client's plan; until it has joined, the upper limit
         self.credits = 0  # maximum number of the client's micro-batches in flight
         # Numbers of the step's micro-batches whose output was sent (set by any thread) and whose
         # gradient has arrived.
         self.answered = self.returned = 0
         self._limits = limits
-        self._longest = 0
+        self._max_batch_tokens = 0
         self._step = 0
         # Shapes of this step's hidden states; empty between steps.
         self._shapes: list[torch.Size] = []
@@ -122,30 +124,30 @@ class TrainingRound:
         """
         if frame.kind is not Kind.JOIN:
             raise ProtocolError(f"a lane began with a {frame.kind.name} frame; expected JOIN")
-        self._longest = whole_number(frame, "longest")
-        self.credits = self._limits.credits(self._longest)
-        largest = self.plan
-        numbers = {name: whole_number(frame, name) for name in _NUMBERS}
+        self._max_batch_tokens = read_whole_number(frame, "longest")
+        self.credits = self._limits.credits(self._max_batch_tokens)
+        max_plan = self.plan
+        numbers = {name: read_whole_number(frame, name) for name in _NUMBERS}
         for name, value in numbers.items():
-            if value > (most := getattr(largest, name)):
+            if value > (limit := getattr(max_plan, name)):
                 raise ProtocolError(
                     f"{name} = {value}, but the number of examples that the client reported when "
-                    f"it joined the run allows {most}; if its data has changed, it must join again"
+                    f"it joined the run allows {limit}; if its data has changed, it must join again"
                 )
         wants_gradient = frame.fields.get("wants_gradient") is True
-        plan = replace(largest, **numbers, wants_gradient=wants_gradient)
+        plan = replace(max_plan, **numbers, wants_gradient=wants_gradient)
         if (
-            plan.first_step * largest.steps != largest.first_step * plan.steps
-            or plan.total_steps * largest.steps < largest.total_steps * plan.steps
+            plan.first_step * max_plan.steps != max_plan.first_step * plan.steps
+            or plan.total_steps * max_plan.steps < max_plan.total_steps * plan.steps
         ):
             raise ProtocolError(
                 f"first_step = {plan.first_step} and total_steps = {plan.total_steps} don't fit "
                 f"a run with {plan.steps} steps in every round"
             )
         # The body's learning rate must not depend on numbers that a client reports.
-        self.plan = replace(plan, first_step=largest.first_step, total_steps=largest.total_steps)
+        self.plan = replace(plan, first_step=max_plan.first_step, total_steps=max_plan.total_steps)
 
-    def receive(self, frame: Frame) -> Event | None:
+    def receive(self, frame: Frame) -> TrainingEvent | None:
         """Check the next frame; return its event, or None for ``END``.
 
         Raise a ProtocolError if the frame is not allowed now, or contradicts earlier frames.
@@ -178,7 +180,7 @@ class TrainingRound:
             raise ProtocolError(f"received micro-batch {index}; expected {len(self._shapes)}")
         if index - self.returned >= self.credits:
             raise ProtocolError(f"more than {self.credits} micro-batches are in flight")
-        hidden, padding = hidden_of(frame)
+        hidden, padding = read_hidden(frame)
         if padding.side != "right":
             raise ProtocolError("padding in training must be on the right, not on the left")
         output = HeadOutput(
@@ -187,9 +189,9 @@ class TrainingRound:
             hidden=hidden,
             padding=padding,
             columns_before=self._limits.columns_before,
-            targets=whole_number(frame, "targets"),
-            step_targets=whole_number(frame, "step_targets"),
-            micro_batches=whole_number(frame, "micro_batches"),
+            targets=read_whole_number(frame, "targets"),
+            step_targets=read_whole_number(frame, "step_targets"),
+            micro_batches=read_whole_number(frame, "micro_batches"),
         )
         self._count(output)
         self._shapes.append(hidden.shape)
@@ -200,9 +202,9 @@ class TrainingRound:
         limits, index = self._limits, output.index
         announced = (output.step_targets, output.micro_batches)
         size = output.budget_tokens
-        if size > self._longest:
+        if size > self._max_batch_tokens:
             raise ProtocolError(
-                f"received {size} padded tokens; at most {self._longest} were agreed on"
+                f"received {size} padded tokens; at most {self._max_batch_tokens} were agreed on"
             )
         if index >= output.micro_batches or not output.targets:
             raise ProtocolError(
@@ -230,7 +232,7 @@ class TrainingRound:
             )
         # The number of targets can be verified only at the last micro-batch. Until then, check it
         # against the maximum number of targets in the remaining micro-batches.
-        to_come = (output.micro_batches - index - 1) * self._longest
+        to_come = (output.micro_batches - index - 1) * self._max_batch_tokens
         if not self._targets <= output.step_targets <= self._targets + to_come:
             raise ProtocolError(
                 f"a step of {output.step_targets} announced targets has {self._targets} after "
@@ -252,8 +254,8 @@ class TrainingRound:
     def _step_end(self, frame: Frame) -> StepEnd:
         norm = frame.fields.get("squared_norm")
         is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
-        if not is_number or not 0 <= norm <= _LARGEST_NORM:  # type: ignore[operator]
-            raise ProtocolError(f"squared_norm = {norm!r}; expected 0 to {_LARGEST_NORM:g}")
+        if not is_number or not 0 <= norm <= _MAX_SQUARED_NORM:  # type: ignore[operator]
+            raise ProtocolError(f"squared_norm = {norm!r}; expected 0 to {_MAX_SQUARED_NORM:g}")
         if not self._shapes or not self.returned == len(self._shapes) == self._announced[1]:
             raise ProtocolError("a step ended before all its gradients were received")
         self._step += 1

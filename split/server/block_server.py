@@ -10,20 +10,19 @@ from finetuning.adapters.adapter import State
 from finetuning.data.batching import steps_per_round
 from finetuning.settings import AdapterSettings, TrainSettings
 from split.lane.lane import Lane
-from split.model.part import Part
 from split.model.partition import PartyName
 from split.protocol.frames import Limits, average_bytes
 from split.protocol.tickets import Identity, Invitation
 from split.protocol.training import RoundLimits, RoundPlan
-from split.server.body import StagedBody
 from split.server.body_adapters import BodyAdapters
-from split.server.endpoint import Endpoint, lane_ended_by_errors
+from split.server.endpoint import Endpoint, end_lane_on_error
 from split.server.evaluation_session import EvaluationSession, Models
+from split.server.interfaces import Body, RoundStart, Schedule
 from split.server.schedules.client_batch import ClientBatch
 from split.server.schedules.hierarchical import Hierarchical
 from split.server.schedules.serial import Serial
 from split.server.session import Account
-from split.server.training_session import Schedule, TrainingSession
+from split.server.training_session import TrainingSession
 from split.settings import SplitSettings
 
 # What an invitation permits (to train or to evaluate models), and its lifetime in seconds.
@@ -39,39 +38,58 @@ class BlockServer(Endpoint):
     Call its methods from one thread only. Raise ``OSError`` if ``split.listen`` can't be used.
 
     Args:
-        body: The body; see `load_body`.
+        body: The body; see `load_body`. It is closed when the server stops.
         state: Initial adapters of the whole model, by party.
         split: Partition, schedule, limits and addresses.
         adapter: Kind, rank, scale, dropout and targets, or prefix length.
         train: Settings of the optimizers.
-        longest: Padded tokens, prefixes included, of the largest micro-batch of any client.
-        columns: Number of tokens of the longest row that a client may train on or evaluate.
+        max_batch_tokens: Padded tokens of any client's largest micro-batch, prefixes included.
+        max_columns: Number of tokens of the longest row that a client may train on or evaluate.
         run: Name of the run in handshakes.
         rounds: Number of rounds of the run.
         minimum: Minimum number of clients of a round, if clients train together.
         max_cached_tokens: Padded tokens, part of the budget, of the largest batch of texts.
+
+    Example:
+        >>> import split
+        >>> from finetuning.adapters.adapter import initial_adapter
+        >>> from finetuning.model.base_model import locate
+        >>> from finetuning.settings import AdapterSettings, ModelSettings, TrainSettings
+        >>> model, adapter, settings = ModelSettings(), AdapterSettings(), split.SplitSettings()
+        >>> directory = locate(model.name)
+        >>> state, _ = initial_adapter(model.name, adapter, seed=0)
+        >>> server = split.BlockServer(
+        ...     body=split.load_body(directory, model, settings),
+        ...     state=split.take_apart(state, split.partition_of(directory, settings)),
+        ...     split=settings,
+        ...     adapter=adapter,
+        ...     train=TrainSettings(local_steps=1),
+        ...     max_batch_tokens=64,
+        ...     max_columns=32,
+        ... )
+        >>> server.begin_round({"court": 2}, seed=0)
+        >>> invitation = server.invite_to_train("court", round_number=1, seed=0, lifetime=60.0)
+        >>> server.stop()  # when the client has trained, as in the example of `SplitModel`
     """
 
     def __init__(
         self,
-        body: Part | StagedBody,
+        body: Body,
         state: Mapping[PartyName, State],
         split: SplitSettings,
         adapter: AdapterSettings,
         train: TrainSettings,
-        longest: int,
-        columns: int,
+        max_batch_tokens: int,
+        max_columns: int,
         run: str = "split",
         rounds: int = 1,
         minimum: int = 1,
         max_cached_tokens: int = 0,
     ) -> None:
-        self._body = body
-        self._adapter = adapter
         self._train = train
         self._run = run
         self._rounds = rounds
-        self._longest = longest
+        self._max_batch_tokens = max_batch_tokens
         self._max_cached_tokens = max_cached_tokens
         self._grants: dict[Identity, Grant] = {}
         self._accounts: list[Account] = []
@@ -82,14 +100,14 @@ class BlockServer(Endpoint):
         limits = Limits(
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
-            maximum_tokens=longest,
+            max_tokens=max_batch_tokens,
             average_bytes=average_bytes(client) if split.average_every else 0,
             window=split.window,
-            maximum_columns=columns,
+            max_columns=max_columns,
         )
-        super().__init__(split, limits)
+        super().__init__(body, adapter, split, limits)
         make_adapters = partial(BodyAdapters, body, adapter, train, state["body"])
-        self._schedule = self._make_schedule(make_adapters, state, minimum)
+        self.schedule = self._make_schedule(make_adapters, state, minimum)
         self._lanes.start()
 
     def _make_schedule(
@@ -98,7 +116,7 @@ class BlockServer(Endpoint):
         state: Mapping[PartyName, State],
         minimum: int,
     ) -> Schedule:
-        split, compute = self._split, self._compute
+        split, compute = self._split, self.compute
         if split.schedule == "serial":
             return Serial(make_adapters())
         if split.schedule == "client-batch":
@@ -132,8 +150,14 @@ class BlockServer(Endpoint):
         ``robust_aggregation.update_factors``.
         """
         self._examples = dict(examples)
-        keep = self._train.optimizer_state == "keep"
-        self._compute.call(lambda: self._schedule.begin_round(examples, keep, seed, own, caps))
+        start = RoundStart(
+            weights=self._examples,
+            keeps_optimizers=self._train.optimizer_state == "keep",
+            seed=seed,
+            client_adapters=own,
+            caps=dict(caps or {}),
+        )
+        self.compute.call(lambda: self.schedule.begin_round(start))
 
     def invite_to_train(
         self,
@@ -173,7 +197,7 @@ class BlockServer(Endpoint):
 
     def mark_absent(self, client: str) -> None:
         """Stop waiting for a client that will not start the round."""
-        self._schedule.mark_absent(client)
+        self.schedule.mark_absent(client)
 
     def progress(self) -> list[tuple[str, int, int, int]]:
         """Return (client, finished steps, planned steps, padded tokens) of each training lane."""
@@ -201,19 +225,19 @@ class BlockServer(Endpoint):
 
         Call this after the client's lane has closed and before ``end_round``.
         """
-        return self._compute.call(lambda: self._schedule.state_of(client))
+        return self.compute.call(lambda: self.schedule.state_of(client))
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the body adapters that the next round begins with.
 
         If each client has its own adapters, average them, weighted by ``weights`` (not empty).
         """
-        return self._compute.call(lambda: self._schedule.end_round(weights))
+        return self.compute.call(lambda: self.schedule.end_round(weights))
 
     @property
     def scaled(self) -> dict[str, float]:
         """The smallest scaling factor of each client that was scaled down in the round."""
-        return self._schedule.scaled
+        return self.schedule.scaled
 
     def export_optimizers(self) -> State:
         """Return all optimizer states, keyed by ``<client or body>/<weight>:<moment>``.
@@ -222,7 +246,7 @@ class BlockServer(Endpoint):
         """
         if self._train.optimizer_state != "keep":
             return {}
-        states = self._compute.call(self._schedule.export_optimizers)
+        states = self.compute.call(self.schedule.export_optimizers)
         return {f"{key}/{n}": value for key, state in states.items() for n, value in state.items()}
 
     def load_optimizers(self, states: State) -> None:
@@ -231,7 +255,7 @@ class BlockServer(Endpoint):
         for name, value in states.items():
             key, _, rest = name.partition("/")
             by_key.setdefault(key, {})[rest] = value
-        self._compute.call(lambda: self._schedule.load_optimizers(by_key))
+        self.compute.call(lambda: self.schedule.load_optimizers(by_key))
 
     def rotate_keys(self) -> None:
         """Generate a new server key. Invitations with the old key become invalid."""
@@ -243,8 +267,6 @@ class BlockServer(Endpoint):
             self.finish_lanes(timeout_seconds)
         finally:
             super().stop()
-            if isinstance(self._body, StagedBody):
-                self._body.close()
 
     def _grant(
         self, identity: Identity, allowed: RoundPlan | Models, lifetime: float
@@ -261,7 +283,7 @@ class BlockServer(Endpoint):
             session = self._session(lane, grant)
             self._open.add(session)
         started = time.monotonic()
-        with lane_ended_by_errors(session):
+        with end_lane_on_error(session):
             session.serve()
         session.count_traffic()
         session.account.seconds = time.monotonic() - started
@@ -284,9 +306,9 @@ class BlockServer(Endpoint):
             )
             return TrainingSession(
                 lane=lane,
-                largest=allowed,
-                schedule=self._schedule,
-                compute=self._compute,
+                max_plan=allowed,
+                schedule=self.schedule,
+                compute=self.compute,
                 limits=limits,
                 split=self._split,
                 lifetime=lifetime,
@@ -294,11 +316,9 @@ class BlockServer(Endpoint):
         return EvaluationSession(
             lane=lane,
             models=allowed,
-            body=self._body,
-            adapter=self._adapter,
-            compute=self._compute,
+            generation=self._generation,
             split=self._split,
-            longest=self._longest,
+            max_batch_tokens=self._max_batch_tokens,
             max_cached_tokens=min(self._max_cached_tokens, self._split.activation_budget),
             lifetime=lifetime,
         )

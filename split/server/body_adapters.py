@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,11 +19,11 @@ from finetuning.training.optimization import (
     make_optimizer,
     squared_norm,
 )
-from split.model.part import Part, propagate
+from split.model.part import propagate
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
-from split.server.body import StagedBody
 from split.server.compute import Priority
+from split.server.interfaces import Body
 from split.server.session import Session
 
 # Prevents a division by 0, as in torch.nn.utils.clip_grad_norm_.
@@ -49,7 +50,7 @@ class BodyAdapters:
 
     def __init__(
         self,
-        body: Part | StagedBody,
+        body: Body,
         adapter: AdapterSettings,
         train: TrainSettings,
         state: Mapping[str, torch.Tensor],
@@ -63,20 +64,25 @@ class BodyAdapters:
         self._optimizer = make_optimizer(self.parameters, train)
         self._rates: dict[int, Callable[[int], float]] = {}
 
-    def forward(self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool) -> Activations:
+    def run_blocks(
+        self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool
+    ) -> Activations:
         """Compute the body's blocks in training mode. ``seed`` seeds dropout.
 
-        If ``grad``, ``backward`` will return the gradient for ``hidden``, (rows, columns, hidden).
+        If ``grad``, ``propagate_back`` returns the gradient for ``hidden``, (rows, columns,
+        hidden).
         """
         # Make the leaf on the device: autograd would wait to copy the gradient of one on the CPU.
-        given = to_device(hidden.detach(), self._body.device, self._body.dtype)
-        given.requires_grad_(grad)
+        leaf = to_device(hidden.detach(), self._body.device, self._body.dtype)
+        leaf.requires_grad_(grad)
         self._body.use(self.name)
         self._body.train(True)
         with drawing_from(seed):
-            return Activations(given, self._body(given, padding))
+            return Activations(leaf, self._body(leaf, padding))
 
-    def backward(self, activations: Activations, gradient: torch.Tensor) -> torch.Tensor | None:
+    def propagate_back(
+        self, activations: Activations, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
         """Add to the adapters' gradients; return the gradient for ``hidden`` if requested."""
         if activations.output.requires_grad:
             self._body.use(self.name)
@@ -110,8 +116,8 @@ class BodyAdapters:
 
     def clip_factor(self, norm: float) -> float:
         """Return the factor that clips gradients with this norm to the maximum norm."""
-        maximum = self._train.max_gradient_norm
-        return min(1.0, maximum / (norm + _TINY_NORM)) if maximum else 1.0
+        max_norm = self._train.max_gradient_norm
+        return min(1.0, max_norm / (norm + _TINY_NORM)) if max_norm else 1.0
 
     def step(self, index: int, total: int) -> None:
         """Take optimizer step ``index`` of ``total`` in the run, with the step's learning rate."""
@@ -124,8 +130,7 @@ class BodyAdapters:
     def zero_grad(self) -> None:
         """Discard the gradients of an unfinished step, and the activations at stages."""
         self._optimizer.zero_grad()
-        if isinstance(self._body, StagedBody):
-            self._body.forget(self.name)
+        self._body.forget(self.name)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the weights of the adapters. The names must match exactly."""
@@ -149,11 +154,7 @@ class BodyAdapters:
 
 
 class SeparateTrainer:
-    """Trains body adapters with one client; no other client uses them at the same time.
-
-    The methods are called from the session's thread, in the order of the client's frames. Answers
-    are sent over the lane.
-    """
+    """`Trainer` of body adapters that no other client uses at the same time."""
 
     def __init__(self, session: Session, adapters: BodyAdapters, plan: RoundPlan) -> None:
         self._session = session
@@ -162,46 +163,17 @@ class SeparateTrainer:
         self._activations: dict[int, tuple[Activations, int]] = {}
         self._held = 0  # padded tokens taken from the budget, including those of a failed job
 
-    def forward(self, output: HeadOutput) -> None:
-        """Compute the forward pass of a micro-batch when the activation budget allows it."""
-        step_seed = derive_seed(self._plan.seed, output.step)
-        seed = derive_seed("dropout", step_seed, output.index, "body")
+    def accept_hidden(self, output: HeadOutput) -> None:
+        """Run the blocks for a micro-batch as soon as the activation budget allows it."""
+        self._session.put(Priority.FORWARD, partial(self._run_blocks, output), output.budget_tokens)
 
-        def forward() -> None:
-            self._held += output.budget_tokens
-            activations = self._adapters.forward(
-                output.hidden, output.padding, seed, self._plan.wants_gradient
-            )
-            self._activations[output.index] = (activations, output.budget_tokens)
-            self._session.account.tokens += output.padded_tokens
-            self._session.answer(output.step, output.index, activations.output)
+    def accept_gradient(self, gradient: OutputGradient) -> None:
+        """Queue the backward pass of a micro-batch, which frees its activations."""
+        self._session.put(Priority.BACKWARD, partial(self._propagate_back, gradient))
 
-        self._session.put(Priority.FORWARD, forward, output.budget_tokens)
-
-    def backward(self, gradient: OutputGradient) -> None:
-        """Compute the backward pass of a micro-batch, and free its activations."""
-
-        def backward() -> None:
-            activations, budget_tokens = self._activations.pop(gradient.index)
-            self._release(budget_tokens)
-            result = self._adapters.backward(activations, gradient.gradient)
-            if result is not None:
-                tensors = {"gradient": result}
-                self._session.lane.send(Kind.GRADIENT, gradient.step, gradient.index, tensors)
-
-        self._session.put(Priority.BACKWARD, backward)
-
-    def step(self, end: StepEnd) -> None:
-        """Clip the gradients by the norm over all parties, and take a step of the optimizer."""
-
-        def take_step() -> None:
-            factor, norm = self._adapters.clip(end.squared_norm)
-            # Answer before the optimizer takes its step, so that the client need not wait for it.
-            self._session.lane.send(Kind.STEP, end.step, fields={"factor": factor, "norm": norm})
-            self._adapters.step(self._plan.first_step + end.step, self._plan.total_steps)
-            self._session.account.steps += 1
-
-        self._session.put(Priority.STEP, take_step)
+    def end_step(self, end: StepEnd) -> None:
+        """Queue the step of the optimizer."""
+        self._session.put(Priority.STEP, partial(self._take_step, end))
 
     def waits(self) -> bool:
         """Return False, because the session itself counts the queued jobs."""
@@ -215,6 +187,34 @@ class SeparateTrainer:
         """Discard the activations and gradients of an unfinished step."""
         self._session.compute.withdraw(self._session)
         self._session.compute.call(self._clean)
+
+    def _run_blocks(self, output: HeadOutput) -> None:
+        self._held += output.budget_tokens
+        seed = derive_seed(
+            "dropout", derive_seed(self._plan.seed, output.step), output.index, "body"
+        )
+        activations = self._adapters.run_blocks(
+            output.hidden, output.padding, seed, self._plan.wants_gradient
+        )
+        self._activations[output.index] = (activations, output.budget_tokens)
+        self._session.account.tokens += output.padded_tokens
+        self._session.answer(output.step, output.index, activations.output)
+
+    def _propagate_back(self, gradient: OutputGradient) -> None:
+        activations, budget_tokens = self._activations.pop(gradient.index)
+        self._release(budget_tokens)
+        result = self._adapters.propagate_back(activations, gradient.gradient)
+        if result is not None:
+            tensors = {"gradient": result}
+            self._session.lane.send(Kind.GRADIENT, gradient.step, gradient.index, tensors)
+
+    def _take_step(self, end: StepEnd) -> None:
+        """Clip the gradients by the norm over all parties, and take a step of the optimizer."""
+        factor, norm = self._adapters.clip(end.squared_norm)
+        # Answer before the optimizer takes its step, so that the client need not wait for it.
+        self._session.lane.send(Kind.STEP, end.step, fields={"factor": factor, "norm": norm})
+        self._adapters.step(self._plan.first_step + end.step, self._plan.total_steps)
+        self._session.account.steps += 1
 
     def _clean(self) -> None:
         self._activations.clear()

@@ -47,10 +47,14 @@ class Job:
 
     owner: JobOwner
     priority: Priority
-    run: Callable[[], None]
+    work: Callable[[], None]
     tokens: int = 0
-    queued: float = 0.0  # time at which the job was queued, on the thread's clock
     detail: Any = None  # data with which another job can do this job's work, too
+    queued: float = 0.0  # time at which the job was queued, on the thread's clock
+
+    def run(self) -> None:
+        """Do the work; called in the compute thread."""
+        self.work()
 
 
 def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | None:
@@ -79,14 +83,28 @@ class ComputeThread:
     """Thread that runs jobs one at a time, so that only one thread uses the body.
 
     Activations of at most ``activation_budget`` padded tokens are in memory at once.
+
+    Example:
+        >>> import threading
+        >>> class Owner:
+        ...     def failed(self, error):
+        ...         print("a job failed:", error)
+        >>> compute, done = ComputeThread(activation_budget=100), threading.Event()
+        >>> compute.put(Job(Owner(), Priority.FORWARD, done.set, tokens=60))
+        >>> done.wait(10)
+        True
+        >>> compute.free_tokens
+        40
+        >>> compute.release(60)
+        >>> compute.call(lambda: "the result of a function in the thread")
+        'the result of a function in the thread'
+        >>> compute.stop()
     """
 
     def __init__(self, activation_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._free = activation_budget
-        # The last pass for the next tokens of texts: number of lanes, and duration in seconds.
-        self.last_pass = 1, 0.0
-        self._waiting: list[Job] = []
+        self.free_tokens = activation_budget
+        self.waiting: list[Job] = []  # in order of arrival
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
@@ -97,7 +115,7 @@ class ComputeThread:
         with self._changed:
             if not self._stopping:
                 job.queued = self._clock()
-                self._waiting.append(job)
+                self.waiting.append(job)
                 self._changed.notify()
                 return
         job.owner.failed(RuntimeError("the block server has stopped"))
@@ -105,16 +123,16 @@ class ComputeThread:
     def release(self, tokens: int) -> None:
         """Return tokens to the activation budget."""
         with self._changed:
-            self._free += tokens
+            self.free_tokens += tokens
             self._changed.notify()
 
     def seconds_wanted(self, owner: JobOwner) -> float:
         """Return how many seconds another owner's job has waited for budget; 0.0 if none waits."""
         with self._changed:
-            first = _first_with_tokens(self._waiting)
-            if first is None or first.tokens <= self._free:
+            first = _first_with_tokens(self.waiting)
+            if first is None or first.tokens <= self.free_tokens:
                 return 0.0
-            others = (job for job in self._waiting if job.tokens and job.owner is not owner)
+            others = (job for job in self.waiting if job.tokens and job.owner is not owner)
             oldest = next(others, None)
             return 0.0 if oldest is None else self._clock() - oldest.queued
 
@@ -127,13 +145,13 @@ class ComputeThread:
         until = self._clock() + patience
         with self._changed:
             while True:
-                oldest = {id(job.owner): job for job in reversed(self._waiting)}.values()
-                found = [job for job in oldest if job.detail is not None and fits(job)]
+                oldest = {id(job.owner): job for job in reversed(self.waiting)}.values()
+                taken = [job for job in oldest if job.detail is not None and fits(job)]
                 left = until - self._clock()
-                able = [job for job in self._waiting if job.tokens <= self._free]
-                if len(found) >= count or len(found) < len(able) or left <= 0:
-                    self._waiting = [job for job in self._waiting if job not in found]
-                    return found
+                able = [job for job in self.waiting if job.tokens <= self.free_tokens]
+                if len(taken) >= count or len(taken) < len(able) or left <= 0:
+                    self.waiting = [job for job in self.waiting if job not in taken]
+                    return taken
                 self._changed.wait(left)
 
     def run(self, job: Job) -> None:
@@ -147,7 +165,7 @@ class ComputeThread:
     def withdraw(self, owner: JobOwner) -> None:
         """Remove an owner's jobs that have not started."""
         with self._changed:
-            self._waiting = [job for job in self._waiting if job.owner is not owner]
+            self.waiting = [job for job in self.waiting if job.owner is not owner]
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function in the compute thread; return its result or raise its error."""
@@ -159,7 +177,7 @@ class ComputeThread:
         """Stop the thread after the current job. Queued jobs fail."""
         with self._changed:
             self._stopping = True
-            dropped, self._waiting = self._waiting, []
+            dropped, self.waiting = self.waiting, []
             self._changed.notify()
         self._thread.join()
         for job in dropped:
@@ -173,10 +191,10 @@ class ComputeThread:
     def _take(self) -> Job | None:
         with self._changed:
             while not self._stopping:
-                job = first_ready(self._waiting, self._free, self._clock())
+                job = first_ready(self.waiting, self.free_tokens, self._clock())
                 if job is not None:
-                    self._waiting.remove(job)
-                    self._free -= job.tokens
+                    self.waiting.remove(job)
+                    self.free_tokens -= job.tokens
                     return job
                 self._changed.wait()
             return None

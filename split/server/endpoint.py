@@ -5,13 +5,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
 from split.lane.listening import LaneServer
+from split.lane.transport import PeerLimits
 from split.protocol.frames import Limits
 from split.protocol.keys import ServerKeys
 from split.protocol.tickets import Identity, Invitation
 from split.server.compute import ComputeThread
-from split.server.session import Session, reason_of
+from split.server.generation_batch import GenerationBatch
+from split.server.interfaces import Body
+from split.server.session import Session, describe_error
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -25,7 +29,16 @@ class Endpoint(ABC):
     in ``split.listen``.
     """
 
-    def __init__(self, split: SplitSettings, limits: Limits) -> None:
+    def __init__(
+        self,
+        body: Body,
+        adapter: AdapterSettings,
+        split: SplitSettings,
+        limits: Limits,
+        peers: PeerLimits | None = None,
+    ) -> None:
+        self.body = body
+        self._adapter = adapter
         self._split = split
         self._keys = ServerKeys(split.key_exchange)
         self._lanes = LaneServer(
@@ -34,8 +47,10 @@ class Endpoint(ABC):
             limits=limits,
             on_lane=self._serve,
             resume_timeout=split.resume_timeout,
+            peers=peers,
         )
-        self._compute = ComputeThread(split.activation_budget)
+        self.compute = ComputeThread(split.activation_budget)
+        self._generation = GenerationBatch(body, adapter, self.compute)
 
     @property
     def address(self) -> str:
@@ -45,7 +60,8 @@ class Endpoint(ABC):
     def stop(self) -> None:
         """End all lanes and threads."""
         self._lanes.stop()
-        self._compute.stop()
+        self.compute.stop()
+        self.body.close()
 
     def _invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
         """Invite a client to open one lane or, if ``standing``, any number of lanes."""
@@ -63,12 +79,12 @@ class Endpoint(ABC):
 
 
 @contextmanager
-def lane_ended_by_errors(session: Session) -> Iterator[None]:
+def end_lane_on_error(session: Session) -> Iterator[None]:
     """If the ``with`` block raises an error, end the session's lane and record the error."""
     try:
         yield
     except RuntimeError as error:  # includes LaneError and ProtocolError
-        session.give_up(reason_of(error))
+        session.give_up(describe_error(error))
     except Exception as error:
         _log.exception("serving %r failed", session.lane)
         session.give_up(f"the server failed ({type(error).__name__})")

@@ -1,35 +1,24 @@
 """The server's session for an evaluation: forward passes, generation and candidate answers."""
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from finetuning.adapters.adapter import State, load_state
-from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
-from split.model.key_values import KeyValues
-from split.model.part import Part
 from split.protocol.errors import LaneError
-from split.protocol.evaluation import (
-    CachedExtension,
-    Evaluation,
-    ForwardPass,
-    ModelChoice,
-    Prompts,
-)
+from split.protocol.evaluation import CachedExtension, Evaluation, ForwardPass, ModelChoice, Prompts
 from split.protocol.frames import Frame, Kind
-from split.server.body import StagedBody
-from split.server.compute import ComputeThread, Job, Priority
+from split.server.compute import Priority
+from split.server.generation_batch import CachedTexts, GenerationBatch, NextTokens, is_next_tokens
 from split.server.session import Session
 from split.settings import SplitSettings
 
 # Body adapters by name of the model; None for a model without adapters.
 Models = Mapping[str, State | None]
-_LONGEST_TOGETHER = 2048  # number of columns; longer texts gain little from a common pass
-_ROWS_TOGETHER = 16  # of each session, because a common pass copies its adapter for each row
 
 
 class EvaluationSession(Session):
@@ -38,40 +27,37 @@ class EvaluationSession(Session):
     The client may request independent forward passes, text generation for one batch of prompts at a
     time, or the computation of several endings for each text of a batch. The session caches the
     body's keys and values of the current batch, of at most ``max_cached_tokens`` padded tokens. The
-    largest micro-batch has ``longest`` padded tokens; 0 allows only cached texts. See ``Session``
-    for the other arguments.
+    largest micro-batch has ``max_batch_tokens`` padded tokens; 0 allows only cached texts. See
+    ``Session`` for the other arguments.
 
-    If several sessions wait for the next tokens of their texts, one pass computes them all.
+    If several sessions with the same ``generation`` wait for the next tokens of their texts, one
+    pass computes them all.
     """
 
     def __init__(
         self,
         lane: Lane,
         models: Models,
-        body: Part | StagedBody,
-        adapter: AdapterSettings,
-        compute: ComputeThread,
+        generation: GenerationBatch,
         split: SplitSettings,
-        longest: int,
+        max_batch_tokens: int,
         max_cached_tokens: int,
         lifetime: float,
     ) -> None:
-        super().__init__(lane, "evaluate", compute, split, lifetime)
+        super().__init__(lane, "evaluate", generation.compute, split, lifetime)
         self._models = models
-        self._body = body
-        self._adapter = adapter
-        prefixes = {
-            name: 0 if state is None else adapter.columns_before for name, state in models.items()
-        }
-        self._evaluation = Evaluation(prefixes, split.window, longest, max_cached_tokens)
+        self._body = generation.body
+        self._generation = generation
+        columns = generation.adapter.columns_before
+        prefixes = {name: 0 if state is None else columns for name, state in models.items()}
+        self._evaluation = Evaluation(prefixes, split.window, max_batch_tokens, max_cached_tokens)
         self._credits = split.window
         self._has_texts = False
-        # Used only by the compute thread: name of the selected model's adapter, key-value cache,
-        # and the tokens that the cache takes from the activation budget.
+        # Used only by the compute thread: name of the selected model's adapter, cached texts, and
+        # the tokens that the texts take from the activation budget.
         self._name: str | None = None
-        self._key_values: KeyValues | None = None
+        self._texts: CachedTexts | None = None
         self._cached_tokens = 0
-        self._answer: torch.Tensor | None = None  # computed together with other sessions' answers
 
     def serve(self) -> None:
         """Handle the client's frames until it ends the evaluation.
@@ -81,9 +67,9 @@ class EvaluationSession(Session):
         """
         handlers: dict[type, Callable[[Any], None]] = {
             ModelChoice: self._choose,
-            ForwardPass: self._forward,
-            Prompts: self._begin_texts,
-            CachedExtension: self._continue_texts,
+            ForwardPass: self._queue_forward_pass,
+            Prompts: self._queue_prompts,
+            CachedExtension: self._queue_extension,
             Frame: lambda _: self._end_texts(),
         }
         try:
@@ -106,95 +92,49 @@ class EvaluationSession(Session):
         if not choice.is_new:
             self._welcome()
             return
-        state = self._models[choice.model]
-
-        def choose() -> None:
-            self._detach()
-            if state is not None:
-                self._name = f"evaluation {id(self)}"
-                self._body.attach(self._adapter, self._name)
-                load_state(self._body.trainable(self._name), state)
-            self._evaluation.choosing = False
-            self._welcome()
-
         # Use this priority so that the job does not overtake earlier prompts of other clients.
-        self.put(Priority.FORWARD, choose)
+        self.put(Priority.FORWARD, partial(self._attach, self._models[choice.model]))
+
+    def _attach(self, state: State | None) -> None:
+        self._detach()
+        if state is not None:
+            self._name = f"evaluation {id(self)}"
+            self._body.attach(self._generation.adapter, self._name)
+            load_state(self._body.trainable(self._name), state)
+        self._evaluation.choosing = False
+        self._welcome()
 
     def _welcome(self) -> None:
         self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
 
-    def _forward(self, batch: ForwardPass) -> None:
-        self._put(Priority.FORWARD, batch, lambda: self._body(batch.hidden, batch.padding))
+    def _queue_forward_pass(self, batch: ForwardPass) -> None:
+        compute = partial(self._body, batch.hidden, batch.padding)
+        self.put(Priority.FORWARD, partial(self._compute, batch, compute))
 
-    def _begin_texts(self, prompts: Prompts) -> None:
+    def _queue_prompts(self, prompts: Prompts) -> None:
         self._end_texts()
         self._has_texts = True
+        self.put(Priority.GENERATION, partial(self._begin_texts, prompts), prompts.tokens)
 
-        def begin() -> torch.Tensor:
-            assert isinstance(self._body, Part)  # stages allow no ``max_cached_tokens``
-            self._key_values = KeyValues(self._body, prompts.padding, prompts.hidden.shape[1])
-            return self._key_values.extend(prompts.hidden)
+    def _begin_texts(self, prompts: Prompts) -> None:
+        self._cached_tokens += prompts.tokens  # first, so that they are released after an error
+        self._compute(prompts, partial(self._cache_prompts, prompts))
 
-        self._put(Priority.GENERATION, prompts, begin, tokens=prompts.tokens)
+    def _cache_prompts(self, prompts: Prompts) -> torch.Tensor:
+        self._texts, output = self._generation.begin(prompts, self._name, self.account)
+        return output
 
-    def _continue_texts(self, extension: CachedExtension) -> None:
-        rows, columns, _ = extension.hidden.shape
-        is_small = columns == 1 and rows <= _ROWS_TOGETHER
-        one_token = is_small and not (extension.endings or extension.drop)
-
-        def extend() -> torch.Tensor:
-            assert self._key_values is not None
-            if one_token:
-                return self._next_tokens(self._key_values, extension)
-            if extension.endings:
-                self._key_values.repeat(extension.endings)
-            return self._key_values.extend(extension.hidden, extension.drop)
-
+    def _queue_extension(self, extension: CachedExtension) -> None:
+        assert self._texts is not None  # the prompts have been answered
+        request = None
+        if is_next_tokens(extension):
+            request = NextTokens(self._texts, extension.hidden)
+            compute = partial(self._generation.next_tokens, request)
+        else:
+            compute = partial(self._generation.extend, self._texts, extension)
         # Use a high priority, because other generations may wait for this one's budget.
-        self._put(Priority.BACKWARD, extension, extend, detail=extension if one_token else None)
-
-    def _next_tokens(self, texts: KeyValues, extension: CachedExtension) -> torch.Tensor:
-        """Compute one token of each row, together with the tokens that other sessions wait for."""
-        if self._answer is not None:
-            answer, self._answer = self._answer, None
-            return answer
-        assert isinstance(self._body, Part)
-        began = time.perf_counter()
-        lanes, seconds = self.compute.last_pass
-        jobs = self.compute.take_with(lambda job: self._fits(job, texts), lanes - 1, seconds / 2)
-        if not jobs:
-            self.compute.last_pass = 1, 0.0
-            return texts.extend(extension.hidden)
-        started = time.perf_counter()
-        others: list[Any] = [job.owner for job in jobs]
-        sessions = [self, *others]
-        given = [extension.hidden, *(job.detail.hidden for job in jobs)]
-        try:
-            with self._body.using_together([s._name for s in sessions], [len(g) for g in given]):
-                answers = KeyValues.extend_together([s._key_values for s in sessions], given)
-        except Exception:  # such as out of memory: run each job alone to isolate the error
-            self.compute.last_pass = 1, 0.0
-            for job in jobs:
-                self.compute.run(job)
-            self._body.use(self._name)
-            return texts.extend(extension.hidden)
-        seconds = time.perf_counter() - started
-        self.compute.last_pass = len(sessions), seconds
-        # Each job is charged for its share, although the first one has computed the others' too.
-        self.account.seconds_computing -= time.perf_counter() - began
-        for session, rows in zip(sessions, given, strict=True):
-            session.account.seconds_computing += seconds * len(rows) / sum(map(len, given))
-        for job, other, answer in zip(jobs, others, answers[1:], strict=True):
-            other._answer = answer
-            self.compute.run(job)
-        return answers[0]
-
-    def _fits(self, job: Job, texts: KeyValues) -> bool:
-        """Return whether a job can share a pass with these texts, without too much padding."""
-        if not isinstance(job.owner, EvaluationSession) or job.owner._key_values is None:
-            return False
-        lengths = texts.length, job.owner._key_values.length
-        return texts.can_join and max(lengths) <= min(2 * min(lengths) + 32, _LONGEST_TOGETHER)
+        work = partial(self._compute, extension, compute)
+        self.put(Priority.BACKWARD, work, detail=request)
 
     def _end_texts(self) -> None:
         if self._has_texts:
@@ -202,30 +142,20 @@ class EvaluationSession(Session):
             self._kept_in_step = 0.0
             self.put(Priority.CLEANUP, self._free)
 
-    def _put(
-        self,
-        priority: Priority,
-        batch: ForwardPass | Prompts | CachedExtension,
-        compute: Callable[[], torch.Tensor],
-        tokens: int = 0,
-        detail: object = None,
+    @torch.no_grad()
+    def _compute(
+        self, batch: ForwardPass | Prompts | CachedExtension, compute: Callable[[], torch.Tensor]
     ) -> None:
-        """Queue a job that computes a forward pass with the selected model and sends the answer."""
-
-        @torch.no_grad()
-        def forward() -> None:
-            self._cached_tokens += tokens  # first, so that they are released even after an error
-            self._body.use(self._name)
-            self._body.train(False)
-            output = compute()
-            self.account.tokens += output.shape[0] * output.shape[1]
-            self._evaluation.answered += 1
-            self.answer(batch.step, batch.index, output)
-
-        self.put(priority, forward, tokens, detail)
+        """Compute hidden states with the selected model, and send them; runs as a job."""
+        self._body.use(self._name)
+        self._body.train(False)
+        output = compute()
+        self.account.tokens += output.shape[0] * output.shape[1]
+        self._evaluation.answered += 1
+        self.answer(batch.step, batch.index, output)
 
     def _free(self) -> None:
-        self._key_values = None
+        self._texts = None
         self.compute.release(self._cached_tokens)
         self._cached_tokens = 0
 

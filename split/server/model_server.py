@@ -8,14 +8,13 @@ from functools import partial
 
 from finetuning.settings import AdapterSettings
 from split.lane.lane import Lane
-from split.lane.transport import time_limit
-from split.model.part import Part
+from split.lane.transport import PeerLimits, time_limit
 from split.protocol.errors import LaneTimeoutError
 from split.protocol.frames import Limits
 from split.protocol.tickets import Identity, Invitation
-from split.server.body import StagedBody
-from split.server.endpoint import Endpoint, lane_ended_by_errors
+from split.server.endpoint import Endpoint, end_lane_on_error
 from split.server.evaluation_session import EvaluationSession, Models
+from split.server.interfaces import Body
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -32,14 +31,13 @@ class ModelServer(Endpoint):
 
     def __init__(
         self,
-        body: Part | StagedBody,
+        body: Body,
         adapter: AdapterSettings,
         split: SplitSettings,
         run: str,
         max_prompt_length: int,
+        peers: PeerLimits | None = None,
     ) -> None:
-        self._body = body
-        self._adapter = adapter
         self._run = run
         # Models that a client may use, and time of expiry on ``time.monotonic``'s clock.
         self._grants: dict[Identity, tuple[Models, float]] = {}
@@ -48,11 +46,11 @@ class ModelServer(Endpoint):
         limits = Limits(
             hidden=body.hidden_size,
             wire_dtype=split.wire_dtype,
-            maximum_tokens=split.activation_budget,
+            max_tokens=split.activation_budget,
             window=1,  # text generation has one frame in flight
-            maximum_columns=max_prompt_length,
+            max_columns=max_prompt_length,
         )
-        super().__init__(split, limits)
+        super().__init__(body, adapter, split, limits, peers)
         self._lanes.start()
 
     def invite(self, client: str, models: Models, lifetime: float) -> Invitation:
@@ -69,11 +67,9 @@ class ModelServer(Endpoint):
         session = EvaluationSession(
             lane=lane,
             models=models,
-            body=self._body,
-            adapter=self._adapter,
-            compute=self._compute,
+            generation=self._generation,
             split=self._split,
-            longest=0,  # only cached texts, whose tokens count towards the activation budget
+            max_batch_tokens=0,  # only cached texts, which count towards the activation budget
             max_cached_tokens=self._split.activation_budget,
             lifetime=math.inf,  # no limit on total silence: there is no round to delay
         )
@@ -83,7 +79,7 @@ class ModelServer(Endpoint):
         if older is not None:
             older.lane.close("another lane was opened with this invitation")
         expire = partial(lane.close, "the invitation has expired")
-        with time_limit(expires - time.monotonic(), expire), lane_ended_by_errors(session):
+        with time_limit(expires - time.monotonic(), expire), end_lane_on_error(session):
             try:
                 session.serve()
             except LaneTimeoutError as error:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _MEMORY = (
 )
 
 
-def reason_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the description of a server's error that a client may see."""
     if isinstance(error, torch.OutOfMemoryError):
         return memory_problem(error, _MEMORY)
@@ -94,26 +94,23 @@ class Session:
             self._owed -= 1
         # Any LaneError except FrameError means that the lane has ended, which ``serve`` handles.
         if not isinstance(error, LaneError) or isinstance(error, FrameError):
-            self.give_up(reason_of(error))
+            self.give_up(describe_error(error))
 
     def put(
         self, priority: Priority, work: Callable[[], None], tokens: int = 0, detail: Any = None
     ) -> None:
         """Queue a job (see `Job`) that takes ``tokens`` from the budget, and record its times."""
-        queued = time.perf_counter()
-
-        def run() -> None:
-            started = time.perf_counter()
-            work()
-            self.account.seconds_queued += started - queued
-            self.account.seconds_computing += time.perf_counter() - started
-            with self._lock:
-                self._owed -= 1
-                self._turn_since = time.monotonic()
-
         with self._lock:
             self._owed += 1
-        self.compute.put(Job(self, priority, run, tokens, detail=detail))
+        self.compute.put(_SessionJob(self, priority, work, tokens, detail))
+
+    def note_done(self, seconds_queued: float, seconds_computing: float) -> None:
+        """Record the end of one of the session's jobs, and its times."""
+        self.account.seconds_queued += seconds_queued
+        self.account.seconds_computing += seconds_computing
+        with self._lock:
+            self._owed -= 1
+            self._turn_since = time.monotonic()
 
     def answer(self, step: int, index: int, states: torch.Tensor) -> None:
         """Send the hidden states of a micro-batch after the body."""
@@ -171,13 +168,26 @@ class Session:
         self._kept_once += seconds
         self._kept_in_step += seconds
         self._kept_in_all += seconds
-        for kept, most, setting in (
+        for kept, limit, setting in (
             (self._kept_once, self._gather_timeout, "split.gather-timeout"),
             (self._kept_in_step, self._frame_timeout, "split.frame-timeout"),
             (self._kept_in_all, self.lifetime / 2, "half of round-timeout"),
         ):
-            if kept >= most:
+            if kept >= limit:
                 raise LaneTimeoutError(
                     f"other clients waited {kept:.1f} s for memory that {self.account.client} "
                     f"occupies ({setting})"
                 )
+
+
+@dataclass(eq=False)
+class _SessionJob(Job):
+    """A job of a session, which is told how long the job waited and computed."""
+
+    owner: Session
+    created: float = field(default_factory=time.perf_counter)
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        self.work()
+        self.owner.note_done(started - self.created, time.perf_counter() - started)

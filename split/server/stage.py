@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from finetuning.errors import BaseModelError
 from finetuning.model.fingerprint import combine_digests, digest_config
 from finetuning.randomness import derive_seed, set_seed
 from finetuning.settings import AdapterSettings, ModelSettings
+from split import framing
 from split.address import parse_address
 from split.lane.half_open import RefusedHandshakes, SilentStreams, network_of
 from split.model.devices import body_devices
@@ -33,7 +34,7 @@ from split.model.loading import load_parts, locate_parts
 from split.model.part import Part
 from split.model.partition import partition_of
 from split.protocol.frames import Padding
-from split.server.session import reason_of
+from split.server.session import describe_error
 from split.settings import SplitSettings
 
 Tensors = Mapping[str, torch.Tensor]
@@ -45,7 +46,7 @@ _TURN = b"\n"  # tells a coordinator that the stage now serves it
 _log = logging.getLogger(__name__)
 
 
-def tls(key: Path, kind: int) -> ssl.SSLContext:
+def make_tls_context(key: Path, kind: int) -> ssl.SSLContext:
     """Return the settings of an end; raise an OSError if the file has no key and certificate."""
     context = ssl.SSLContext(kind)
     context.check_hostname = False  # any host with the key
@@ -55,33 +56,35 @@ def tls(key: Path, kind: int) -> ssl.SSLContext:
     return context
 
 
-def secured(
+def open_tls(
     plain: socket.socket,
     context: ssl.SSLContext,
     is_server: bool,
     limit: Callable[[Callable[[], object]], AbstractContextManager[object]] = nullcontext,
-) -> Any:
+) -> ssl.SSLSocket:
     """Return a connection with TLS; raise an OSError if the other end has another key.
 
     A coordinator also waits until the stage serves it. During the handshake, ``limit`` is entered
     with a function that ends the connection.
     """
-    with plain:
+    with ExitStack() as on_failure:
+        on_failure.enter_context(plain)
         plain.settimeout(_CONNECT_SECONDS)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             plain.setsockopt(socket.IPPROTO_TCP, option, 10)  # also notice soon a host that is lost
         # The kernel doesn't probe the other host while sent data are not acknowledged.
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100_000)  # milliseconds
-        with context.wrap_socket(
-            plain, server_side=is_server, do_handshake_on_connect=False
-        ) as stream:
-            with limit(partial(_end, stream)):
-                stream.do_handshake()
-            if not is_server and stream.recv(1) != _TURN:
-                raise ConnectionError("the other end has closed the connection")
-            stream.settimeout(3600.0)  # for one call; loading takes longest
-            return stream.makefile("rwb")
+        stream = on_failure.enter_context(
+            context.wrap_socket(plain, server_side=is_server, do_handshake_on_connect=False)
+        )
+        with limit(partial(_end, stream)):
+            stream.do_handshake()
+        if not is_server and stream.recv(1) != _TURN:
+            raise ConnectionError("the other end has closed the connection")
+        stream.settimeout(3600.0)  # for one call; loading takes longest
+        on_failure.pop_all()
+        return stream
 
 
 def _end(stream: ssl.SSLSocket) -> None:
@@ -90,23 +93,19 @@ def _end(stream: ssl.SSLSocket) -> None:
         socket.socket.shutdown(stream, socket.SHUT_RDWR)
 
 
-def send(stream: Any, tensors: Tensors, **fields: Any) -> None:
-    """Send a message: its size, a line of JSON, and tensors in safetensors format."""
+def send_tensors(stream: ssl.SSLSocket, tensors: Tensors, **fields: Any) -> None:
+    """Send a message: a line of JSON, and tensors in safetensors format."""
     copies = {name: t.detach().contiguous() for name, t in tensors.items()}
-    message = json.dumps(fields).encode() + b"\n" + save(copies)
-    stream.write(len(message).to_bytes(8) + message)
-    stream.flush()
+    framing.send(stream, json.dumps(fields).encode() + b"\n" + save(copies))
 
 
-def receive(stream: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def receive_tensors(stream: ssl.SSLSocket) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return a message's tensors and fields; raise an OSError if the connection has ended."""
-    size = int.from_bytes(stream.read(8))
-    message = stream.read(size)
-    if not size or len(message) < size:
-        raise ConnectionError("the other end has closed the connection")
-    fields, _, tensors = message.partition(b"\n")
+    message = framing.receive(stream)
+    end = message.index(b"\n")
+    tensors = load(bytes(memoryview(message)[end + 1 :]))
     # Copy the tensors, because the rounding of matrix products depends on the memory alignment.
-    return {name: t.clone() for name, t in load(tensors).items()}, json.loads(fields)
+    return {name: t.clone() for name, t in tensors.items()}, json.loads(message[:end])
 
 
 def serve_stage(listen: str, key: Path) -> NoReturn:
@@ -115,9 +114,9 @@ def serve_stage(listen: str, key: Path) -> NoReturn:
     Raise ``ValueError`` if ``listen`` isn't an address and a port, or ``OSError`` if the address or
     the key can't be used.
     """
-    address, context = parse_address(listen), tls(key, ssl.PROTOCOL_TLS_SERVER)
+    address, context = parse_address(listen), make_tls_context(key, ssl.PROTOCOL_TLS_SERVER)
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    admitted = queue.SimpleQueue[tuple[str, Any]]()
+    admitted = queue.SimpleQueue[tuple[str, ssl.SSLSocket]]()
     with socket.create_server(address, family=family) as listener:
         _log.info("waiting for a coordinator at %s:%d", *listener.getsockname()[:2])
         threading.Thread(target=_admit, args=(listener, context, admitted), daemon=True).start()
@@ -125,8 +124,7 @@ def serve_stage(listen: str, key: Path) -> NoReturn:
             peer, stream = admitted.get()
             try:
                 with stream:
-                    stream.write(_TURN)
-                    stream.flush()
+                    stream.sendall(_TURN)
                     _Blocks().serve(stream)
             except OSError as error:
                 _log.info("the connection of %s has ended: %s", peer, error)
@@ -136,7 +134,7 @@ def serve_stage(listen: str, key: Path) -> NoReturn:
 def _admit(
     listener: socket.socket,
     context: ssl.SSLContext,
-    admitted: "queue.SimpleQueue[tuple[str, Any]]",
+    admitted: "queue.SimpleQueue[tuple[str, ssl.SSLSocket]]",
 ) -> NoReturn:
     """Accept connections, and queue those whose other end has the key.
 
@@ -148,7 +146,7 @@ def _admit(
     def shake_hands(plain: socket.socket, peer: str) -> None:
         limit = partial(handshakes.count, network_of(peer))
         try:
-            admitted.put((peer, secured(plain, context, is_server=True, limit=limit)))
+            admitted.put((peer, open_tls(plain, context, is_server=True, limit=limit)))
         except OSError as error:
             refused.note(f"{peer}: {error}")
 
@@ -162,28 +160,37 @@ def _admit(
 
 
 class _Blocks:
-    """A run's blocks; for each call, a method that takes and returns tensors by name."""
+    """A run's blocks, and the calls that they answer."""
 
     def __init__(self) -> None:
         self._part: Part
         # By number of the forward pass: name of the adapter, input and output.
         self._passes: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        # By name of the call, the method that takes and returns tensors by name.
+        self._answers: dict[str, Callable[..., Tensors]] = {
+            "load": self._load,
+            "attach": self._attach,
+            "remove": self._remove,
+            "forget": self._forget,
+            "forward": self._run_blocks,
+            "backward": self._propagate_back,
+        }
 
-    def serve(self, stream: Any) -> NoReturn:
+    def serve(self, stream: ssl.SSLSocket) -> NoReturn:
         """Answer calls; the field ``error`` of an answer describes why the call failed."""
         while True:
-            tensors, fields = receive(stream)
-            told = {}
+            tensors, fields = receive_tensors(stream)
+            problem = {}
             try:
-                answer = getattr(self, f"_on_{fields.pop('call')}")(tensors, **fields)
+                answer = self._answers[fields.pop("call")](tensors, **fields)
             except Exception as error:
                 _log.exception("a call failed")
-                answer, told = {}, {"error": reason_of(error)}
-            send(stream, answer, **told)
-            if told and is_broken():
+                answer, problem = {}, {"error": describe_error(error)}
+            send_tensors(stream, answer, **problem)
+            if problem and is_broken():
                 raise SystemExit("a kernel has failed on the GPU: start this process again")
 
-    def _on_load(self, _: Tensors, model: Any, split: Any, expected: str) -> Tensors:
+    def _load(self, _: Tensors, model: Any, split: Any, expected: str) -> Tensors:
         """Load the blocks: the body of the partition in the settings ``split``."""
         settings, stage = ModelSettings.model_validate(model), SplitSettings.model_validate(split)
         directory = locate_parts(settings.name, stage, ("body",))
@@ -194,26 +201,26 @@ class _Blocks:
             raise BaseModelError(f"the checkpoint in {directory} differs from the coordinator's")
         return {"dtype": torch.empty(0, dtype=self._part.dtype)}
 
-    def _on_attach(self, _: Tensors, name: str, adapter: Any) -> Tensors:
+    def _attach(self, _: Tensors, name: str, adapter: Any) -> Tensors:
         self._part.attach(AdapterSettings.model_validate(adapter), name)
         return self._part.trainable(name)
 
-    def _on_remove(self, _: Tensors, name: str) -> Tensors:
+    def _remove(self, _: Tensors, name: str) -> Tensors:
         self._part.remove(name)
         return {}
 
-    def _on_forget(self, _: Tensors, name: str) -> Tensors:
+    def _forget(self, _: Tensors, name: str) -> Tensors:
         self._passes = {n: kept for n, kept in self._passes.items() if kept[0] != name}
         return {}
 
-    def _on_forward(
-        self, given: Any, name: str, side: Any, number: int, grad: bool, train: bool
+    def _run_blocks(
+        self, tensors: Any, name: str, side: Any, number: int, grad: bool, train: bool
     ) -> Tensors:
         """Compute the blocks. Tensors that this method does not name are new weights."""
-        hidden, lengths, random = (given.pop(key) for key in ("hidden", "lengths", "random"))
-        if given:
-            load_state(self._part.trainable(name), given)
-            self._on_forget({}, name)  # no gradients will come for passes with the old weights
+        hidden, lengths, random = (tensors.pop(key) for key in ("hidden", "lengths", "random"))
+        if tensors:
+            load_state(self._part.trainable(name), tensors)
+            self._forget({}, name)  # no gradients will come for passes with the old weights
         self._part.use(name or None)
         self._part.train(train)
         if torch.accelerator.is_available():
@@ -226,12 +233,12 @@ class _Blocks:
             self._passes[number] = name, hidden, output
         return {"hidden": output, "random": torch.get_rng_state()}
 
-    def _on_backward(self, given: Tensors, number: int) -> Tensors:
+    def _propagate_back(self, tensors: Tensors, number: int) -> Tensors:
         """Return the gradients for the input and for the adapter's weights."""
         name, hidden, output = self._passes.pop(number)
         self._part.use(name)
         self._part.train(True)
         inputs = self._part.trainable(name) | ({"hidden": hidden} if hidden.requires_grad else {})
-        gradient = to_device(given["gradient"], output.device, output.dtype)
-        found = torch.autograd.grad(output, [*inputs.values()], gradient, allow_unused=True)
-        return {name: g for name, g in zip(inputs, found, strict=True) if g is not None}
+        gradient = to_device(tensors["gradient"], output.device, output.dtype)
+        results = torch.autograd.grad(output, [*inputs.values()], gradient, allow_unused=True)
+        return {name: g for name, g in zip(inputs, results, strict=True) if g is not None}

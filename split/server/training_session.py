@@ -17,29 +17,23 @@ from split.protocol.training import (
     StepEnd,
     TrainingRound,
 )
-from split.server.body_adapters import SeparateTrainer
 from split.server.compute import ComputeThread
-from split.server.schedules.client_batch import ClientBatch, StackedTrainer
-from split.server.schedules.hierarchical import Hierarchical
-from split.server.schedules.serial import Serial
+from split.server.interfaces import Schedule, Trainer
 from split.server.session import Session
 from split.settings import SplitSettings
-
-# How clients share the body. All schedules have the same methods.
-Schedule = Serial | ClientBatch | Hierarchical
 
 
 class TrainingSession(Session):
     """Session of one client's round of training.
 
-    ``largest`` limits the client's plan. The schedule determines the body's adapters and the
+    ``max_plan`` limits the client's plan. The schedule determines the body's adapters and the
     clients to train with. See ``Session`` for the other arguments.
     """
 
     def __init__(
         self,
         lane: Lane,
-        largest: RoundPlan,
+        max_plan: RoundPlan,
         schedule: Schedule,
         compute: ComputeThread,
         limits: RoundLimits,
@@ -48,8 +42,8 @@ class TrainingSession(Session):
     ) -> None:
         super().__init__(lane, "train", compute, split, lifetime)
         self._schedule = schedule
-        self._round = TrainingRound(largest, limits)
-        self._trainer: SeparateTrainer | StackedTrainer | None = None
+        self._round = TrainingRound(max_plan, limits)
+        self._trainer: Trainer | None = None
 
     @property
     def planned_steps(self) -> int:
@@ -66,9 +60,9 @@ class TrainingSession(Session):
         self._round.join(self.receive())
         trainer = self._trainer = self._schedule.join(self, self._round.plan)
         handlers: dict[type, Callable[[Any], None]] = {
-            HeadOutput: trainer.forward,
-            OutputGradient: trainer.backward,
-            StepEnd: trainer.step,
+            HeadOutput: trainer.accept_hidden,
+            OutputGradient: trainer.accept_gradient,
+            StepEnd: trainer.end_step,
             Frame: self._average,
         }
         finished = False

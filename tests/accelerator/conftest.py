@@ -41,7 +41,7 @@ def any_device(request: pytest.FixtureRequest) -> FakeAccelerator | GPUs:
 @pytest.fixture(autouse=True)
 def _fresh_parts() -> None:
     """Clear the cache of parts, which an earlier test may have loaded without a device."""
-    clients._ends.cache_clear()
+    clients.load_ends.cache_clear()
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def train_split(base, adapter, state, **settings) -> dict:
     model = MODEL.model_copy(update=named)
     parts = take_apart(state, partition_of(base, split))
     own = parts["head"] | parts["tail"]
-    clients._ends.cache_clear()  # they are on the devices of the last run
+    clients.load_ends.cache_clear()  # they are on the devices of the last run
     members = {name: Client(name, base, split, adapter, model) for name in SIZES}
     results: dict = {}
     with serving(base, state, split, adapter, TRAIN, len(SIZES), model=model) as server:

@@ -22,5 +22,5 @@ def test_all_three_secrets_of_a_recorded_stream_decrypt_it():
 
 
 @pytest.mark.slow
-def test_the_page_has_the_prover_s_table():
+def test_the_page_has_the_table_of_the_prover():
     assert table() in PAGE.read_text()

@@ -40,7 +40,7 @@ from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.server.body import load_body
 from split.server.body_adapters import Activations
-from split.server.stacked_micro_batch import StackedMicroBatch
+from split.server.schedules.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
 from tests.waiting import wait_until
 
@@ -77,7 +77,7 @@ def round_of(name: str, steps: int = STEPS, finished: int = 0) -> tuple[list[Exa
 
 
 @functools.lru_cache(maxsize=8)
-def _ends(base: Path, partition: Partition, model: str) -> dict[PartyName, Part]:
+def load_ends(base: Path, partition: Partition, model: str) -> dict[PartyName, Part]:
     """Load a client's parts once; loading them takes thirty times as long as copying them."""
     settings = ModelSettings.model_validate_json(model)
     return load_parts(settings, base, partition, ("head", "tail"))
@@ -96,7 +96,7 @@ class Client:
         self.noise = noise
         self.split = split
         partition = partition_of(base, split)
-        self.ends = copy.deepcopy(_ends(base, partition, model.model_dump_json()))
+        self.ends = copy.deepcopy(load_ends(base, partition, model.model_dump_json()))
         for part in self.ends.values():
             part.attach(adapter)
         self.losses: list[float] = []
@@ -108,7 +108,7 @@ class Client:
         limits = Limits(
             hidden=self.ends["head"].hidden_size,
             wire_dtype=split.wire_dtype,
-            maximum_tokens=LONGEST,
+            max_tokens=LONGEST,
             average_bytes=2**20,  # hostile clients send it anyway
             window=split.window,
         )
@@ -149,7 +149,7 @@ class Client:
             longest = max(model.columns_before + len(example.tokens) for example in examples)
             model.join(
                 RoundPlan(steps, local_round.first_step, local_round.total_steps, local_round.seed),
-                longest=train.batch_size * longest,
+                max_batch_tokens=train.batch_size * longest,
                 deadline=time.monotonic() + 300,
                 average_every=self.split.average_every,
             )
@@ -182,8 +182,8 @@ def serving(
         train=train.model_copy(update={"local_steps": STEPS}),
         run="run",
         rounds=rounds,
-        longest=LONGEST,
-        columns=columns,
+        max_batch_tokens=LONGEST,
+        max_columns=columns,
         minimum=minimum,
         max_cached_tokens=max_cached_tokens,
     ) as server:
@@ -337,15 +337,15 @@ def stop_after(step: int, count: int, how: str):
 
 def tokens_taken(server: BlockServer, split: SplitSettings) -> int:
     """Return the used tokens of the activation budget once the current job has ended."""
-    server._compute.call(lambda: None)
-    return split.activation_budget - server._compute._free
+    server.compute.call(lambda: None)
+    return split.activation_budget - server.compute.free_tokens
 
 
 def bodies_kept() -> int:
     """Count the bodies' caches that are in memory."""
     gc.collect()
     found = [o for o in gc.get_objects() if type(o) is KeyValues]
-    return len([o for o in found if o._part.party == "body"])
+    return len([o for o in found if o.part.party == "body"])
 
 
 def send_texts(model, rows=3, columns=11, new_tokens=12, index=0, side="left") -> None:

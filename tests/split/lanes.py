@@ -39,7 +39,7 @@ class Server:
         self,
         keys=None,
         limits=LIMITS,
-        maximum_lanes=8,
+        max_lanes=8,
         resume_timeout=SOON,
         on_lane=None,
         peers=None,
@@ -52,7 +52,7 @@ class Server:
             self.keys,
             limits,
             on_lane or self.on_lane,
-            maximum_lanes,
+            max_lanes,
             resume_timeout,
             peers,
         )

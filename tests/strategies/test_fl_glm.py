@@ -80,7 +80,7 @@ def test_clients_accept_an_average_where_something_is_averaged(
     accepted = []
 
     def opening(*, limits, **others):
-        accepted.append(limits.largest(Kind.AVERAGE))
+        accepted.append(limits.max_payload_bytes(Kind.AVERAGE))
         return open_lane(limits=limits, **others)
 
     monkeypatch.setattr(connecting, "open_lane", opening)

@@ -1,28 +1,27 @@
 """Schedule that stacks the micro-batches of all clients (FL-GLM section 3.3, figure 3)."""
 
 import threading
-from collections.abc import Mapping
 from functools import partial
 
-from finetuning.adapters.adapter import State
 from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread
+from split.server.interfaces import RoundStart
 from split.server.schedules.join_barrier import JoinBarrier
 from split.server.schedules.serial import SharedAdapters
+from split.server.schedules.stacked_micro_batch import Member
+from split.server.schedules.stacked_round import StackedRound
 from split.server.session import Session
-from split.server.stacked_micro_batch import Member
-from split.server.stacked_round import StackedRound
 from split.settings import SplitSettings
 
 
 class StackedTrainer:
-    """Trains a client together with others; has the methods of ``SeparateTrainer``."""
+    """`Trainer` of a client whose micro-batches are stacked with those of others."""
 
     def __init__(self, stacked: StackedRound, member: Member) -> None:
-        self.forward = partial(stacked.forward, member)
-        self.backward = partial(stacked.backward, member)
-        self.step = partial(stacked.step, member)
+        self.accept_hidden = partial(stacked.accept_hidden, member)
+        self.accept_gradient = partial(stacked.accept_gradient, member)
+        self.end_step = partial(stacked.end_step, member)
         self.waits = partial(stacked.waits, member)
         self.leave = partial(stacked.remove, member)
 
@@ -41,37 +40,24 @@ class ClientBatch(SharedAdapters):
         self._compute = compute
         self._split = split
         self._changed = threading.Condition()
-        self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
-        self.mark_absent = self._barrier.mark_absent
+        self.barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
+        self.mark_absent = self.barrier.mark_absent
         self._round: StackedRound
 
-    def begin_round(
-        self,
-        weights: Mapping[str, float],
-        keep_optimizers: bool,
-        seed: int,
-        own: State | None,
-        caps: Mapping[str, float] | None,
-    ) -> None:
-        """Prepare a round that the clients in ``weights`` may join."""
-        super().begin_round(weights, keep_optimizers, seed, own, caps)
+    def begin_round(self, start: RoundStart) -> None:
+        """Prepare a round that the clients in ``start.weights`` may join."""
+        super().begin_round(start)
         with self._changed:
-            self._barrier.begin(weights)
-            self._round = StackedRound(
-                adapters=self._adapters, compute=self._compute, seed=seed, split=self._split
-            )
+            self.barrier.begin(start.weights)
+            self._round = StackedRound(self.adapters, self._compute, start.seed, self._split)
 
     def join(self, session: Session, plan: RoundPlan) -> StackedTrainer:
-        """Add a client, and wait until all clients have joined or the join timeout has expired.
-
-        Raise ``LaneError`` if the client's lane has ended. Raise ``RuntimeError`` if the round
-        began without the client, or too few clients joined.
-        """
+        """Add a client, and wait until all clients have joined or the join timeout has expired."""
         with self._changed:
-            self._barrier.join(session.account.client)
+            self.barrier.join(session.account.client)
             member = self._round.add(session, plan)
             try:
-                self._barrier.wait(session.account.client, session.lane.check)
+                self.barrier.wait(session.account.client, session.lane.check)
             except RuntimeError:
                 self._round.remove(member)
                 raise

@@ -20,9 +20,10 @@ from split.protocol.frames import check_size
 from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters, SeparateTrainer
 from split.server.compute import ComputeThread
+from split.server.interfaces import RoundStart
 from split.server.schedules.join_barrier import JoinBarrier
+from split.server.schedules.wait_budget import WaitBudget
 from split.server.session import POLL_SECONDS, Session
-from split.server.wait_budget import WaitBudget
 from split.settings import SplitSettings
 
 
@@ -51,67 +52,49 @@ class Hierarchical:
         self.scaled: dict[str, float] = {}
         self._average_every = split.average_every
         self._adapters: defaultdict[str, BodyAdapters] = defaultdict(make_adapters)
-        self._weights: dict[str, float] = {}
-        self._caps: dict[str, float] = {}
+        self._start = RoundStart({}, keeps_optimizers=False, seed=0)
         self._steps: dict[str, int] = {}
-        self._gathered: dict[int, dict[str, State]] = {}
+        self.gathered: dict[int, dict[str, State]] = {}
         self._averages: dict[str, State] = {}  # average that each client has yet to receive
-        self._keeps_optimizers = False
         self._before: dict[str, OptimizerState] = {}  # each client's state at the round's start
         self._due: dict[str, int] = {}  # by client, the step after which its next average is due
         self._waits = WaitBudget()
         self._changed = threading.Condition()
-        self._barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
-        self.mark_absent = self._barrier.mark_absent
+        self.barrier = JoinBarrier(self._changed, minimum, split.join_timeout)
+        self.mark_absent = self.barrier.mark_absent
 
-    def begin_round(
-        self,
-        weights: Mapping[str, float],
-        keep_optimizers: bool,
-        seed: int,
-        own: State | None,
-        caps: Mapping[str, float] | None,
-    ) -> None:
-        """Load the global body adapters into the adapters of every client in ``weights``.
-
-        ``own`` contains the adapters of the head and tail that all clients begin with; None if
-        nothing is averaged within the round. ``caps`` are those of ``update_factors``.
-        """
+    def begin_round(self, start: RoundStart) -> None:
+        """Load the global body adapters into the adapters of every client in ``start.weights``."""
         with self._changed:
-            self._weights, self._caps = dict(weights), dict(caps or {})
-            self._keeps_optimizers = keep_optimizers
-            self._steps, self._due, self._gathered, self._averages = {}, {}, {}, {}
+            self._start = start
+            self._steps, self._due, self.gathered, self._averages = {}, {}, {}, {}
             self._common_body, self.scaled = self._global, {}
-            if own is not None:
-                self._common = own
+            if start.client_adapters is not None:
+                self._common = start.client_adapters
             self._waits = WaitBudget()
-            self._barrier.begin(weights)
-        for client in weights:
+            self.barrier.begin(start.weights)
+        for client in start.weights:
             self._adapters[client].load(self._global)
-            if not keep_optimizers:
+            if not start.keeps_optimizers:
                 self._adapters[client].load_optimizer({})
 
     def join(self, session: Session, plan: RoundPlan) -> SeparateTrainer:
-        """Add a client. If adapters are averaged within the round, wait for all clients to join.
-
-        Raise ``LaneError`` if the client's lane has ended. Raise ``RuntimeError`` if the round
-        began without the client, or too few clients joined.
-        """
+        """Add a client. If adapters are averaged within the round, wait for all clients to join."""
         client = session.account.client
         with self._changed:
-            self._barrier.join(client)
+            self.barrier.join(client)
             # Register the client before waiting: others may begin before this thread wakes up.
             self._steps[client] = plan.steps
             self._due[client] = self._average_every
             self._waits.add(session)
             if self._average_every:
                 try:
-                    self._barrier.wait(client, session.lane.check)
+                    self.barrier.wait(client, session.lane.check)
                 except RuntimeError:
                     del self._steps[client]
                     self._waits.remove(client)
                     raise
-        if self._keeps_optimizers:
+        if self._start.keeps_optimizers:
             self._before[client] = self._adapters[client].export_optimizer()
         return SeparateTrainer(session, self._adapters[client], plan)
 
@@ -126,7 +109,7 @@ class Hierarchical:
         with self._changed:
             self._steps.pop(client, None)
             self._waits.remove(client)
-            for handed_in in self._gathered.values():
+            for handed_in in self.gathered.values():
                 handed_in.pop(client, None)
             self._note_waiting()
             self._changed.notify_all()
@@ -136,10 +119,6 @@ class Hierarchical:
 
         Body adapters are averaged in place. Return the average of ``own``, the adapters of the
         head and tail, over the same clients.
-
-        Raise ``RuntimeError`` if no average is due for this client after this step. Raise
-        ``ProtocolError`` if the adapters have unexpected names, types or shapes, or are not finite.
-        Raise ``LaneError`` if the client's lane has ended.
         """
         client = session.account.client
         with self._changed:
@@ -149,10 +128,10 @@ class Hierarchical:
                 self._note_waiting()
                 self._changed.wait(POLL_SECONDS)
             if client not in self._averages:
-                gathered = self._gathered.pop(step)
+                gathered = self.gathered.pop(step)
                 self._note_waiting()
                 self._compute.call(lambda: self._average_bodies(gathered))
-                self._common = self._mean(gathered, self._common)
+                self._common = self._mean(gathered, self._common, self._start.weights)
                 self._averages |= dict.fromkeys(gathered, self._common)
                 self._changed.notify_all()
             return self._averages.pop(client)
@@ -163,9 +142,8 @@ class Hierarchical:
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the mean of the clients' body adapters, weighted by ``weights``."""
-        self._weights = dict(weights)
         bodies = {name: self._adapters[name].export() for name in weights}
-        self._global = self._mean(bodies, self._global)
+        self._global = self._mean(bodies, self._global, weights)
         return self._global
 
     def export_optimizers(self) -> dict[str, State]:
@@ -185,7 +163,7 @@ class Hierarchical:
             )
         self._check(own)
         self._due[client] += self._average_every
-        self._gathered.setdefault(step, {})[client] = own
+        self.gathered.setdefault(step, {})[client] = own
         self._note_waiting()
         self._changed.notify_all()
 
@@ -195,41 +173,43 @@ class Hierarchical:
         for name in sorted(own.keys() | expected.keys()):
             if name not in own or name not in expected:
                 raise ProtocolError(f"adapters with and without {name!r} can't be averaged")
-            given, shape = own[name], expected[name].shape
-            if given.dtype is not torch.float32 or given.shape != shape:
+            tensor, shape = own[name], expected[name].shape
+            if tensor.dtype is not torch.float32 or tensor.shape != shape:
                 raise ProtocolError(
-                    f"received {name!r} as {given.dtype} of shape {tuple(given.shape)}; expected "
+                    f"received {name!r} as {tensor.dtype} of shape {tuple(tensor.shape)}; expected "
                     f"float32 of shape {tuple(shape)}"
                 )
-            check_size(given, name)
+            check_size(tensor, name)
 
     def _missing_at(self, step: int) -> set[str]:
         expected = {name for name, steps in self._steps.items() if steps > step}
-        return expected - self._gathered[step].keys()
+        return expected - self.gathered[step].keys()
 
     def _note_waiting(self) -> None:
         """Update the wait budget with the clients whose adapters a pending average still needs."""
-        waiting = (step for step, handed_in in self._gathered.items() if handed_in)
+        waiting = (step for step, handed_in in self.gathered.items() if handed_in)
         self._waits.note(set().union(*(self._missing_at(step) for step in waiting)))
 
     def _average_bodies(self, clients: Iterable[str]) -> None:
         bodies = {name: self._adapters[name].export() for name in clients}
-        self._common_body = self._mean(bodies, self._common_body)
+        self._common_body = self._mean(bodies, self._common_body, self._start.weights)
         for name in clients:
             self._adapters[name].load(self._common_body)
 
-    def _mean(self, states: Mapping[str, State], reference: State) -> State:
+    def _mean(
+        self, states: Mapping[str, State], reference: State, weights: Mapping[str, float]
+    ) -> State:
         """Return the weighted average of the clients' adapters, added up in the order of names.
 
         All clients began with ``reference``. A client's difference from ``reference`` is scaled
         down if the difference is much larger than those of the other clients.
         """
         distances = {name: distance(each, reference) for name, each in states.items()}
-        factors = update_factors(distances, self._caps)
+        factors = update_factors(distances, self._start.caps)
         mean = WeightedMean()
         for name in sorted(states):
             factor = factors[name]
             if factor < 1:
                 self.scaled[name] = min(factor, self.scaled.get(name, 1.0))
-            mean.add(scale_update(states[name], reference, factor), self._weights[name])
+            mean.add(scale_update(states[name], reference, factor), weights[name])
         return mean.result()

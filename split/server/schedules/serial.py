@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from finetuning.adapters.adapter import State
 from split.protocol.training import RoundPlan
 from split.server.body_adapters import BodyAdapters, SeparateTrainer
+from split.server.interfaces import RoundStart
 from split.server.session import Session
 
 
@@ -16,20 +17,13 @@ class SharedAdapters:
     """Base class of schedules in which all clients share the adapters and the optimizer."""
 
     def __init__(self, adapters: BodyAdapters) -> None:
-        self._adapters = adapters
+        self.adapters = adapters
         self.scaled: dict[str, float] = {}  # clients have no separate adapters to scale down
 
-    def begin_round(
-        self,
-        weights: Mapping[str, float],
-        keep_optimizers: bool,
-        seed: int,
-        own: State | None,
-        caps: Mapping[str, float] | None,
-    ) -> None:
-        """Begin a round, with a new optimizer unless ``keep_optimizers`` is true."""
-        if not keep_optimizers:
-            self._adapters.load_optimizer({})
+    def begin_round(self, start: RoundStart) -> None:
+        """Begin a round, with a new optimizer unless optimizers keep their state."""
+        if not start.keeps_optimizers:
+            self.adapters.load_optimizer({})
 
     def average(self, session: Session, step: int, own: State) -> State:
         """Raise a RuntimeError, because clients have no separate adapters to average."""
@@ -37,19 +31,19 @@ class SharedAdapters:
 
     def state_of(self, client: str) -> State:
         """Return the body adapters, which are the same for every client."""
-        return self._adapters.export()
+        return self.adapters.export()
 
     def end_round(self, weights: Mapping[str, float]) -> State:
         """Return the adapters, which need not be averaged."""
-        return self._adapters.export()
+        return self.adapters.export()
 
     def export_optimizers(self) -> dict[str, State]:
         """Return a dictionary with the state of the optimizer as its only item."""
-        return {"body": self._adapters.export_optimizer()}
+        return {"body": self.adapters.export_optimizer()}
 
     def load_optimizers(self, states: Mapping[str, State]) -> None:
         """Restore the state of the optimizer, or create a new optimizer if there is no state."""
-        self._adapters.load_optimizer(states.get("body", {}))
+        self.adapters.load_optimizer(states.get("body", {}))
 
 
 class Serial(SharedAdapters):
@@ -68,8 +62,8 @@ class Serial(SharedAdapters):
             if self._turn:
                 raise RuntimeError(f"{client} can't begin before {self._turn}'s turn has ended")
             self._turn = client
-        self._before = self._adapters.export(), self._adapters.export_optimizer()
-        return SeparateTrainer(session, self._adapters, plan)
+        self._before = self.adapters.export(), self.adapters.export_optimizer()
+        return SeparateTrainer(session, self.adapters, plan)
 
     def mark_absent(self, client: str) -> None:
         """Do nothing, because no client waits for another."""
@@ -78,7 +72,7 @@ class Serial(SharedAdapters):
         """End a client's turn; if it has not finished, restore the adapters and the optimizer."""
         state, optimizer = self._before
         if not finished:
-            self._adapters.load(state)
-            self._adapters.load_optimizer(optimizer)
+            self.adapters.load(state)
+            self.adapters.load_optimizer(optimizer)
         with self._lock:
             self._turn = ""

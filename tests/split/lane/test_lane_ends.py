@@ -20,7 +20,7 @@ from split.protocol.frames import Kind
 from tests.split.lanes import LIMITS, SOON, Proxy, ended, serving
 
 
-def test_a_connection_that_breaks_and_is_not_replaced_ends_both_ends():
+def test_a_broken_connection_that_is_not_replaced_ends_both_ends():
     with serving(resume_timeout=1.0) as server:
         proxy = Proxy(server.address)
         client, lane = server.pair(address=proxy.address, resume_timeout=1.0)

@@ -115,7 +115,7 @@ def test_a_stream_may_not_be_silent_for_long(hurried):
         assert time.monotonic() - started < 5
 
 
-def test_a_stream_that_is_displaced_is_of_the_address_that_has_most():
+def test_the_address_with_the_most_streams_loses_one():
     silent, ended_streams = SilentStreams(4, SOON), []
     with ExitStack() as stack:
 
@@ -142,7 +142,7 @@ def test_addresses_are_told_apart_by_host_and_ipv6_network():
     assert host_of("unix:") == host_of("unix:")
 
 
-def test_a_message_that_was_heard_is_answered_once_and_its_ticket_stays_good(server):
+def test_a_replayed_message_is_answered_once(server):
     ticket = server.ticket()
     hello = ClientHandshake(ticket, COURT, server.keys.public, server.keys.suite).hello()
     with outsiders(server, 40, hello) as replayers:
@@ -249,7 +249,7 @@ def test_a_byte_at_a_time_is_no_way_to_stay(hurried):
 def test_connections_have_a_number_and_clients_come_again():
     # Time enough to come 20 times, and to be refused.
     peers = PeerLimits(spare_connections=3, half_open=1, silent_seconds=5.0)
-    with serving_lanes(maximum_lanes=1, peers=peers) as server, ExitStack() as stack:
+    with serving_lanes(max_lanes=1, peers=peers) as server, ExitStack() as stack:
         made = [stack.enter_context(connection(server)) for _ in range(20)]
         calls = 1 + 3 * peers.half_open
         wait_until(lambda: sum(map(is_closed, made)) >= 20 - (calls + 3))
@@ -287,7 +287,7 @@ def test_compressed_messages_are_not_expanded(server):
     server.client().close()
 
 
-def test_a_client_that_doesn_t_confirm_holds_a_place_and_no_lane(hurried):
+def test_an_unconfirmed_client_holds_a_place_and_no_lane(hurried):
     """Its ticket stays good: nothing that it sent shows that it has the server's confirmation."""
     ticket = hurried.ticket()
     handshake = ClientHandshake(ticket, COURT, hurried.keys.public, hurried.keys.suite)

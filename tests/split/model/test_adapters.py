@@ -89,7 +89,7 @@ def gradients_of(parts, name: str = "default") -> dict[str, torch.Tensor]:
     # Whether these three cut rightly is tested by day without adapters.
     [nightly(name) if name in {"Mixtral", "Bloom", "GPT2"} else name for name in TARGETS],
 )
-def test_gradients_of_the_parts_are_the_whole_model_s(architecture, random_checkpoint):
+def test_gradients_of_the_parts_equal_the_whole_model(architecture, random_checkpoint):
     directory, settings = random_checkpoint(architecture), settings_of(architecture)
     whole, tokens = adapted_whole(directory, settings), draw_tokens()
     expected_logits = whole_logits(whole, tokens)
@@ -142,9 +142,7 @@ def test_a_joined_adapter_is_loaded_by_peft_and_gives_the_same(random_checkpoint
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_interleaved_adapters_of_one_body_train_as_if_each_had_its_own(
-    random_checkpoint, checkpointing
-):
+def test_interleaved_adapters_train_as_in_separate_bodies(random_checkpoint, checkpointing):
     directory, settings = random_checkpoint(), settings_of("Llama", dropout=0.3)
     state, _ = initial_adapter(str(directory), settings, seed=1)
     names = ["Dr. A", "Dr. B"]
@@ -263,7 +261,7 @@ def test_adapters_come_and_go(random_checkpoint):
     assert torch.equal(split_logits(parts, tokens), two)
 
 
-def test_peft_s_own_choice_of_targets_is_the_whole_model_s(random_checkpoint):
+def test_the_default_targets_of_peft_equal_the_whole_model(random_checkpoint):
     directory = random_checkpoint()
     state, _ = initial_adapter(str(directory), AdapterSettings(), seed=0)
     parts = load_all(directory, 1, 1)

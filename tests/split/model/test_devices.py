@@ -44,7 +44,7 @@ def test_blocks_are_spread_in_order_and_by_room(sizes, room, expected):
     assert assign_blocks(sizes, room) == expected
 
 
-def test_no_device_of_equal_ones_has_more_than_its_share_and_a_block():
+def test_equal_devices_differ_by_at_most_one_block():
     for blocks in range(1, 50):
         for devices in range(1, 9):
             places = assign_blocks([3] * blocks, [7] * devices)
@@ -119,7 +119,7 @@ def test_a_dispatched_body_trains_as_one_that_is_not(
         assert torch.equal(one, other)
 
 
-def test_a_dispatched_body_has_prefixes_and_keeps_keys_and_values(random_checkpoint):
+def test_a_dispatched_body_has_prefixes_and_a_cache(random_checkpoint):
     directory = random_checkpoint(num_hidden_layers=6)
     alone, body = load_body(directory), load_body(directory)
     dispatch(body, directory)

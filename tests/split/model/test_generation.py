@@ -54,6 +54,7 @@ TARGETS = {
 BY_DAY = {"Llama", "Mistral", "Mixtral", "Gemma2", "Phi3", "GPT2", "OPT", "Bloom", "GptOss"}
 BY_DAY |= {"Lfm2", "Qwen3Next"}
 GREEDY = {"do_sample": False}
+PREFIXES = AdapterSettings(kind="prefix", prefix_length=3)
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 20, "repetition_penalty": 1.2}
 
 
@@ -112,7 +113,7 @@ def ends_of(whole: WholeModel, settings) -> list[int]:
 @pytest.mark.parametrize(
     "architecture", [name if name in BY_DAY else nightly(name) for name in ARCHITECTURES]
 )
-def test_texts_are_the_whole_model_s_token_for_token(architecture, random_checkpoint):
+def test_texts_equal_the_whole_model_token_for_token(architecture, random_checkpoint):
     scene = Scene(random_checkpoint(architecture), architecture)
     whole, client = scene.whole(), scene.client()
     with scene.serving() as server:
@@ -164,10 +165,25 @@ def test_texts_that_outgrow_what_a_model_was_trained_for(
             assert torch.equal(generated(model, **settings), expected)
 
 
-def test_prompts_without_padding_and_of_one_token(random_checkpoint):
-    scene = Scene(random_checkpoint("Mistral"))
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("Mistral", "lora"),
+        ("Llama", "prefix"),
+        ("OPT", "prefix"),
+        *(nightly(name, "prefix") for name in ("GPT2", "Bloom", "Gemma2")),
+    ],
+)
+def test_prompts_without_padding_and_of_one_token(random_checkpoint, architecture, kind):
+    heads = {"num_key_value_heads": 4} if architecture in {"GPT2", "OPT", "Bloom"} else {}
+    prefix = PREFIXES if kind == "prefix" else None
+    scene = Scene(random_checkpoint(architecture, **heads), architecture, prefix)
     whole, client = scene.whole(), scene.client()
-    with scene.serving() as server, scene.lane(server, client) as model:
+    room = MAX_CACHED_TOKENS + 3 * PREFIXES.prefix_length
+    with (
+        scene.serving(max_cached_tokens=room) as server,
+        scene.lane(server, client) as model,
+    ):
         scene.choose(model)
         for tokens in (draw_tokens(), draw_tokens()[:, :1]):
             texts = [
@@ -187,9 +203,7 @@ INHERITED = {
 }
 
 
-def test_only_end_tokens_come_from_the_checkpoint_s_settings_of_generation(
-    random_checkpoint, tmp_path
-):
+def test_only_end_tokens_come_from_the_generation_config(random_checkpoint, tmp_path):
     directory = tmp_path / "checkpoint"
     shutil.copytree(random_checkpoint("Llama"), directory)
     file = directory / "generation_config.json"
@@ -210,7 +224,7 @@ def test_only_end_tokens_come_from_the_checkpoint_s_settings_of_generation(
         load_checkpoint(directory)
 
 
-def test_forward_passes_and_models_may_change_between_generations(random_checkpoint):
+def test_models_and_forward_passes_alternate_with_generations(random_checkpoint):
     scene = Scene(random_checkpoint("Mistral"))
     whole, client = scene.whole(), scene.client()
     batches = [collate([example], 0) for example in draw(5, 0)]
@@ -281,9 +295,6 @@ def test_generations_wait_for_room(random_checkpoint):
     assert all(torch.equal(text, expected) for each in texts.values() for text in each)
 
 
-PREFIXES = AdapterSettings(kind="prefix", prefix_length=3)
-
-
 @pytest.mark.parametrize(
     ("adapter", "fails"),
     [(None, ""), (PREFIXES, ""), (None, "block"), (None, "mask")],
@@ -326,8 +337,8 @@ def test_lanes_that_generate_at_once_share_passes(adapter, fails, random_checkpo
             model.end()
 
     with scene.serving() as server:
-        hook = server._body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
-        last = server._body.model.base_model.layers[-1]
+        hook = server.body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+        last = server.body.model.base_model.layers[-1]
         last.register_forward_pre_hook(run_out)
         threads = [
             threading.Thread(target=work, args=(scene.client(name), *others))
@@ -361,11 +372,11 @@ def test_lanes_with_many_rows_share_no_pass(rows, count, random_checkpoint):
             scene.choose(model)
             send_texts(model, rows, columns=1, new_tokens=1)
             model.lane.receive(30)
-        hook = server._body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+        hook = server.body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
         with busy(server):
             for model in models:
                 send_texts(model, rows, columns=1, new_tokens=None, index=1)
-            wait_until(lambda: len(server._compute._waiting) == 2)
+            wait_until(lambda: len(server.compute.waiting) == 2)
         for model in models:
             model.lane.receive(30)
         hook.remove()
@@ -503,7 +514,7 @@ def test_drafts_follow_a_prefix(random_checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_model", [False, True])
-def test_sampled_texts_with_drafts_have_the_model_s_distribution(
+def test_sampled_texts_with_drafts_have_the_right_distribution(
     random_checkpoint, monkeypatch, by_model
 ):
     """Compare the next two tokens with their probabilities by a chi-squared test."""

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 import split.model.checkpoint
 from finetuning.errors import BaseModelError
 from finetuning.model.base_model import load_base_model, outline
-from finetuning.model.fingerprint import differences, fingerprint
+from finetuning.model.fingerprint import fingerprint
 from finetuning.model.tensor_names import full_names
 from finetuning.settings import ModelSettings
-from split.model.checkpoint import Checkpoint, compared
+from split.model.checkpoint import Checkpoint, compare_with_checkpoint
 from split.model.loading import load_parts, locate_parts, tensors_of
 from split.model.partition import (
     Partition,
@@ -69,7 +69,9 @@ class CountingSlice:
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Mixtral"])
-def test_only_a_party_s_tensors_are_read_from_shards(architecture, random_checkpoint, monkeypatch):
+def test_only_tensors_of_the_party_are_read_from_shards(
+    architecture, random_checkpoint, monkeypatch
+):
     directory = random_checkpoint(architecture, shards="30KB")
     assert len(list(directory.glob("*.safetensors"))) > 3
     monkeypatch.setattr(split.model.checkpoint, "safe_open", CountingFile)
@@ -100,7 +102,7 @@ def test_parts_have_the_quantised_weights_of_the_whole(
     assert not whole
 
 
-def test_shards_of_other_parties_may_be_absent_and_a_party_s_own_not(random_checkpoint, tmp_path):
+def test_only_own_shards_are_required(random_checkpoint, tmp_path):
     source = random_checkpoint(shards="30KB")
     needed = tensors_of(source, Partition(4, 1, 1), ["body"])
     shards = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
@@ -117,7 +119,7 @@ def test_shards_of_other_parties_may_be_absent_and_a_party_s_own_not(random_chec
         load_parts(settings, directory, Partition(4, 1, 1), ["head", "tail"])
 
 
-def test_a_block_in_another_s_place_is_refused_by_name(random_checkpoint):
+def test_a_misplaced_block_is_refused_by_name(random_checkpoint):
     directory = random_checkpoint()
     whole = outline(directory)
     checkpoint = Checkpoint(directory)
@@ -132,20 +134,9 @@ def test_a_block_in_another_s_place_is_refused_by_name(random_checkpoint):
     kind = part_class(whole, partition, "body")
     model = kind.from_pretrained(None, config=whole.config, state_dict=wrong)
     with pytest.raises(BaseModelError) as caught:
-        compared(model, checkpoint, sources, quantized=False)
+        compare_with_checkpoint(model, checkpoint, sources, quantized=False)
     assert "model.layers.1." in str(caught.value)
     assert str(directory / "model.safetensors") in str(caught.value)
-
-
-def test_a_swapped_block_has_other_digests(random_checkpoint, tmp_path):
-    directory = Path(shutil.copytree(random_checkpoint(), tmp_path / "swapped"))
-    tensors = load_file(directory / "model.safetensors")
-    one, two = "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"
-    tensors[one], tensors[two] = tensors[two], tensors[one]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    ours = load_all(random_checkpoint(), 1, 1)["body"].digests
-    theirs = load_all(directory, 1, 1)["body"].digests
-    assert differences(ours, theirs) == [one, two]
 
 
 def test_a_missing_tensor_is_named(random_checkpoint, tmp_path):
@@ -166,7 +157,7 @@ def test_locating_needs_no_hub_for_a_directory(random_checkpoint, tmp_path):
         locate_parts("nobody/has-this-model", SplitSettings(), ["body"])
 
 
-def test_from_the_hub_s_cache_only_a_party_s_shards_are_needed(
+def test_of_a_cached_checkpoint_only_own_shards_are_needed(
     random_checkpoint, tmp_path, monkeypatch
 ):
     source = random_checkpoint(shards="30KB")
@@ -217,7 +208,7 @@ print(json.dumps(results))
 
 
 @pytest.mark.slow
-def test_loading_takes_little_more_memory_than_the_party_s_tensors(random_checkpoint):
+def test_loading_takes_little_more_memory_than_the_tensors(random_checkpoint):
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "vocab_size": 24000}
     large = random_checkpoint(
         **sizes, num_hidden_layers=6, tie_word_embeddings=True, dtype=torch.bfloat16

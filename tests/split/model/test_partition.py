@@ -91,7 +91,7 @@ def test_tied_embeddings_are_one_tensor_and_the_server_has_none(random_checkpoin
     assert torch.equal(alone["tail"].model.get_output_embeddings().weight, embedding)
 
 
-def test_tied_embeddings_that_are_stored_twice_are_still_one_tensor(random_checkpoint, tmp_path):
+def test_tied_embeddings_stored_twice_are_still_one_tensor(random_checkpoint, tmp_path):
     directory = Path(shutil.copytree(random_checkpoint(tie_word_embeddings=True), tmp_path / "two"))
     tensors = load_file(directory / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -108,7 +108,7 @@ def test_tied_embeddings_that_are_stored_twice_are_still_one_tensor(random_check
         )
 
 
-def test_names_without_the_backbone_s_prefix_are_understood(random_checkpoint, tmp_path):
+def test_names_without_the_prefix_of_the_backbone_are_understood(random_checkpoint, tmp_path):
     directory = Path(shutil.copytree(random_checkpoint("GPT2"), tmp_path / "bare"))
     tensors = load_file(directory / "model.safetensors")
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}

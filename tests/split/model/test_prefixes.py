@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from peft import PeftModel
 
 from finetuning.adapters.adapter import (
     attach_adapter,
     initial_adapter,
     load_adapter,
     load_state,
-    save_adapter,
     trainable_parameters,
 )
 from finetuning.adapters.prefixes import SAVED, BlockPrefixes
@@ -18,12 +16,10 @@ from finetuning.model.backbone_inputs import left_padding
 from finetuning.settings import AdapterSettings, ModelSettings
 from split.model.adapters import join_adapters, take_apart
 from split.model.exactness import check_exactness
+from split.model.key_values import KeyValues
 from split.model.partition import PARTIES, Partition
 from split.protocol.frames import Padding
 from tests.marks import nightly
-from tests.split.clients import (
-    TRAIN,
-)
 from tests.split.conftest import (
     LENGTHS,
     draw_tokens,
@@ -34,7 +30,6 @@ from tests.split.conftest import (
 )
 
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
-CLIPPED = TRAIN.model_copy(update={"max_gradient_norm": 0.2})
 LORA = AdapterSettings(rank=2, dropout=0.0, targets="q_proj,v_proj")
 # What has as many heads of keys as of queries can't be told otherwise by the common sizes.
 SAME_HEADS = {"num_key_value_heads": 4}
@@ -94,9 +89,7 @@ def whole_logits(model, tokens: torch.Tensor, side: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "architecture", [name if name in BY_DAY else nightly(name) for name in ARCHITECTURES]
 )
-def test_logits_and_gradients_of_the_parts_are_those_of_peft_s_forward(
-    architecture, random_checkpoint
-):
+def test_logits_and_gradients_of_the_parts_equal_peft(architecture, random_checkpoint):
     directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
     state, tokens = random_prefix(directory), draw_tokens()
     whole = attach_adapter(whole_model(directory), PREFIX, str(directory)).eval()
@@ -127,26 +120,71 @@ def test_logits_and_gradients_of_the_parts_are_those_of_peft_s_forward(
     assert not torch.allclose(bare, expected["left"], atol=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ["Gemma2", "OPT", nightly("GPT2"), nightly("Mixtral")])
-def test_the_check_before_a_run_has_prefixes_in_it(
-    random_checkpoint, architecture, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
-    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
-    settings, partition = ModelSettings(name=str(directory)), Partition(4, 1, 1)
-    before, calls = BlockPrefixes.before, []
+def lose_prefixes_of_the_tail(patch):
+    before = BlockPrefixes.before
 
     def lost_at_the_tail(self, inputs, *rest):
-        calls.append(self)
         own = "input_ids" in inputs or len(self.parameters) != 1
         return before(self, inputs, *rest) if own else dict(inputs)
 
+    patch.setattr(BlockPrefixes, "before", lost_at_the_tail)
+
+
+def lose_cached_prefixes_of_the_tail(patch):
+    fill = BlockPrefixes.fill
+
+    def not_at_the_tail(self, cache, *rest):
+        if 3 not in self._blocks:
+            fill(self, cache, *rest)
+
+    patch.setattr(BlockPrefixes, "fill", not_at_the_tail)
+
+
+def change_positions_of_the_next_tokens(patch):
+    positions = KeyValues.mask_and_positions
+
+    def wrong_positions(self, columns):
+        result = positions(self, columns)
+        if self.columns:
+            result["position_ids"] = result["position_ids"] - 2
+        return result
+
+    patch.setattr(KeyValues, "mask_and_positions", wrong_positions)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fault", "generation"),
+    [
+        *((name, lose_prefixes_of_the_tail, False) for name in ("Gemma2", "OPT")),
+        *(nightly(name, lose_prefixes_of_the_tail, False) for name in ("GPT2", "Mixtral")),
+        *(
+            case
+            for fault in (lose_cached_prefixes_of_the_tail, change_positions_of_the_next_tokens)
+            for case in (
+                ("Llama", fault, True),
+                ("GPT2", fault, True),
+                nightly("Gemma2", fault, True),
+                nightly("OPT", fault, True),
+            )
+        ),
+    ],
+)
+def test_the_check_before_a_run_notices(
+    random_checkpoint, architecture, fault, generation, monkeypatch, tmp_path
+):
+    """A fault of generation has no effect on forward passes without caches."""
+    monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
+    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
+    prefixes = fault is not change_positions_of_the_next_tokens
+    checked = ModelSettings(name=str(directory)), Partition(4, 1, 1), prefixes
+    reason = r"generates.*evaluate\.generate = false" if generation else r"with prefixes differ"
     with monkeypatch.context() as patch:
-        patch.setattr(BlockPrefixes, "before", lost_at_the_tail)
-        with pytest.raises(BaseModelError, match=r"with prefixes differ"):
-            check_exactness(directory, settings, partition, prefixes=True)
-    assert calls
-    check_exactness(directory, settings, partition, prefixes=True)
+        fault(patch)
+        if generation:
+            check_exactness(directory, *checked)
+        with pytest.raises(BaseModelError, match=reason):
+            check_exactness(directory, *checked, generation=generation)
+    check_exactness(directory, *checked, generation=generation)
 
 
 def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
@@ -168,21 +206,7 @@ def test_a_prefix_is_taken_apart_by_blocks_and_joined_again(base):
         take_apart(state, Partition(7, 1, 1))
 
 
-def test_a_joined_prefix_is_loaded_by_peft_and_gives_the_same(base, tmp_path):
-    state, config = initial_adapter(str(base), PREFIX, 2)
-    parts, tokens = prefixed_parts(base, 2, 1, state), draw_tokens()
-    joined = join_adapters(
-        {n: p.detach() for n, p in part.trainable().items()} for part in parts.values()
-    )
-    save_adapter(tmp_path / "adapter", joined, config, "# A card\n")
-    theirs = PeftModel.from_pretrained(whole_model(base), tmp_path / "adapter").eval()
-    for side in ("right", "left"):
-        expected = whole_logits(theirs, tokens, side)
-        ours = split_logits(parts, tokens, side)
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_interleaved_prefixes_of_one_body_train_as_if_each_had_its_own(base):
+def test_interleaved_prefixes_train_as_in_separate_bodies(base):
     names, padding = ["Dr. A", "Dr. B"], Padding("right", LENGTHS)
     states = {name: random_prefix(base, seed) for seed, name in enumerate(names)}
     given = {name: torch.randn(3, 11, 32) for name in names}

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +21,9 @@ PREFIXES = {"base": 0, "global": 3}
 WINDOW, LONGEST, MAX_CACHED_TOKENS = 2, 12, 20
 
 
-def hidden(index, rows, columns, side, fields):
+def hidden(index, rows, columns, side, fields, number=0.0):
     lengths = torch.full((rows,), columns, dtype=torch.int32)
-    tensors = {"hidden": torch.zeros(rows, columns, 4), "lengths": lengths}
+    tensors = {"hidden": torch.full((rows, columns, 4), number), "lengths": lengths}
     return Frame(Kind.HIDDEN, 0, index, tensors, {"side": side} | fields)
 
 
@@ -93,3 +94,89 @@ def test_no_sequence_of_frames_exceeds_the_limits(steps):
         if answered and in_flight:
             in_flight -= 1
             evaluation.answered += 1
+
+
+CHOICE = Frame(Kind.JOIN, fields={"model": "base"})
+ANSWER = "the server answers"
+PROMPTS = [CHOICE, ANSWER, prompts(2, 3, 4), ANSWER]
+FORWARD = hidden(0, 2, 4, "right", {})
+# Frames, of which the last is refused, and words of the reason.
+REFUSED = {
+    "no model": ([FORWARD], "HIDDEN frame is not allowed now"),
+    "an unknown model": ([Frame(Kind.JOIN, fields={"model": "x"})], "'x' is not one of the models"),
+    "two models at once": ([CHOICE, CHOICE], "before all answers of the last model"),
+    "a model before an answer": ([CHOICE, ANSWER, FORWARD, CHOICE], "before all answers"),
+    "beyond its credits": ([CHOICE, ANSWER, *[FORWARD] * 3], "more than 2 micro-batches"),
+    "huge numbers": ([CHOICE, ANSWER, hidden(0, 2, 4, "right", {}, 3e38)], "beyond 2³⁰"),
+    "too large": ([CHOICE, ANSWER, hidden(0, 3, 5, "right", {})], "received 15 padded tokens"),
+    "too large with its prefix": (
+        [Frame(Kind.JOIN, fields={"model": "global"}), ANSWER, hidden(0, 2, 4, "right", {})],
+        "received 14 padded tokens",
+    ),
+    "more texts than agreed": ([CHOICE, ANSWER, prompts(3, 4, 3)], r"evaluate\.max-new-tokens"),
+    "more tokens": ([*PROMPTS, next_tokens(5, 0, 2, 1)], "more than the agreed 4 tokens"),
+    "other rows": ([*PROMPTS, next_tokens(1, 0, 3, 1)], "received 3 rows"),
+    "another number": ([*PROMPTS, next_tokens(1, 0, 2, 2)], "as micro-batch 2"),
+    "more dropped than sent": ([*PROMPTS, next_tokens(1, 3, 2, 1)], "3 tokens to drop"),
+    "two in flight": ([CHOICE, ANSWER, prompts(2, 3, 4), prompts(2, 3, 4)], "in flight"),
+    "tokens too early": ([*PROMPTS[:-1], next_tokens(1, 0, 2, 1)], "next tokens while"),
+    "an early end": ([*PROMPTS[:-1], Frame(Kind.STEP)], "in flight"),
+    "an end of nothing": ([CHOICE, ANSWER, Frame(Kind.STEP)], "STEP frame is not allowed now"),
+    "padding on the right": (
+        [CHOICE, ANSWER, hidden(0, 2, 3, "right", {"new_tokens": 4})],
+        "padding on the right",
+    ),
+    "no new tokens": ([CHOICE, ANSWER, prompts(2, 3, 0)], "received 0 new tokens"),
+    "endings of nothing": ([CHOICE, ANSWER, endings(2, 1, 2, 1)], "without their beginnings"),
+    "endings of other rows": (
+        [*PROMPTS, hidden(1, 3, 1, "right", {"endings": 2})],
+        "3 rows as 2 endings of each of 2 texts",
+    ),
+    "no endings": ([*PROMPTS, hidden(1, 4, 1, "right", {"endings": 0})], "4 rows as 0 endings"),
+    "negative endings": ([*PROMPTS, hidden(1, 4, 1, "right", {"endings": -2})], "endings = -2"),
+    "a truth value": ([*PROMPTS, hidden(1, 2, 1, "right", {"endings": True})], "endings = True"),
+    "countless endings": (
+        [*PROMPTS, hidden(1, 4, 1, "right", {"endings": 2**62})],
+        "endings of each of 2 texts",
+    ),
+    "endings as another micro-batch": (
+        [*PROMPTS, hidden(2, 4, 1, "right", {"endings": 2})],
+        "as micro-batch 2",
+    ),
+    "endings padded on the left": (
+        [*PROMPTS, hidden(1, 4, 1, "left", {"endings": 2})],
+        "padding on the left",
+    ),
+    "endings that are too long": ([*PROMPTS, endings(2, 1, 2, 1)], "endings need 16 tokens"),
+    "endings after tokens": (
+        [*PROMPTS, next_tokens(1, 0, 2, 1), ANSWER, hidden(2, 2, 1, "right", {"endings": 1})],
+        "after 2 frames",
+    ),
+    "endings twice": (
+        [*PROMPTS, endings(1, 1, 2, 1), ANSWER, hidden(2, 2, 1, "right", {"endings": 1})],
+        "after 2 frames",
+    ),
+    "tokens after endings": (
+        [*PROMPTS, endings(1, 1, 2, 1), ANSWER, next_tokens(1, 0, 2, 2)],
+        "more than the agreed 4 tokens",
+    ),
+}
+
+
+def receive(sent) -> None:
+    evaluation = Evaluation(PREFIXES, WINDOW, LONGEST, MAX_CACHED_TOKENS)
+    for frame in sent:
+        if frame is not ANSWER:
+            is_choice = isinstance(evaluation.receive(frame), ModelChoice)
+        elif is_choice:
+            evaluation.choosing = False
+        else:
+            evaluation.answered += 1
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_frames_that_are_not_allowed_are_refused(what):
+    frames, reason = REFUSED[what]
+    receive(frames[:-1])
+    with pytest.raises(ProtocolError, match=reason):
+        receive(frames)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from split.protocol import handshake as module
 from split.protocol.errors import HandshakeError, Refusal
 from split.protocol.handshake import (
+    HANDSHAKE_VERSION,
     MAX_HELLO_BYTES,
-    VERSION,
     ClientHandshake,
     ServerHandshake,
     hello_context,
+    hello_mac,
     read_hello,
 )
 from split.protocol.keys import ServerKeys, wrap
@@ -58,7 +58,7 @@ def refusal(call, *arguments):
 def with_mac(pair, hello):
     """Return ``hello`` with a valid MAC, as the owner of the pair's ticket can create it."""
     body = hello_context(hello) + hello.wrapped
-    return body + module._hello_mac(pair.ticket, body)
+    return body + hello_mac(pair.ticket, body)
 
 
 def flipped(message, place):
@@ -109,7 +109,7 @@ def test_every_altered_byte_of_the_answer_is_noticed():
     assert pair.still_good()
 
 
-def test_every_altered_byte_of_the_last_message_is_noticed_and_leaves_the_ticket():
+def test_every_altered_byte_of_the_last_message_is_noticed():
     pair = Pair()
     finished, _ = pair.client.finish(answered(pair.server, pair.client.hello()))
     for place in range(len(finished)):
@@ -141,7 +141,7 @@ def test_messages_have_exact_lengths():
 @given(st.binary(max_size=MAX_HELLO_BYTES + 10), st.booleans(), st.integers(1, 3))
 def test_any_bytes_are_refused_by_name(content, with_prefix, number):
     if with_prefix:
-        content = b"CHLN" + bytes([VERSION, number]) + content
+        content = b"CHLN" + bytes([HANDSHAKE_VERSION, number]) + content
     pair = _started()
     refusal(answered, ServerHandshake(pair.keys, pair.book), content)
     refusal(pair.client.finish, content)
@@ -210,15 +210,6 @@ def test_a_ticket_is_good_for_what_it_was_issued_for(identity):
     assert pair.still_good()
 
 
-def test_a_hello_for_the_old_key_is_refused_by_name():
-    pair = Pair(keys=ServerKeys(HYBRID))
-    hello = pair.client.hello()
-    pair.keys.rotate()
-    with pytest.raises(HandshakeError, match="server's key has changed"):
-        answered(pair.server, hello)
-    assert pair.still_good()
-
-
 def test_a_handshake_under_way_survives_a_rotation():
     pair = Pair(keys=ServerKeys(HYBRID))
     answer = answered(pair.server, pair.client.hello())
@@ -247,7 +238,7 @@ def test_the_mac_is_checked_before_any_public_key_work():
     assert refusal(answered, pair.server, hello) is Refusal.AUTHENTICATION
 
 
-def test_who_heard_everything_can_neither_finish_nor_use_the_ticket_up():
+def test_an_eavesdropper_can_not_use_up_the_ticket():
     pair = Pair()
     hello = pair.client.hello()
     honest_answer = answered(pair.server, hello)
@@ -260,7 +251,7 @@ def test_who_heard_everything_can_neither_finish_nor_use_the_ticket_up():
     assert theirs == mine
 
 
-def test_who_gets_there_before_the_honest_client_can_neither_finish_nor_use_the_ticket_up():
+def test_a_faster_eavesdropper_can_not_use_up_the_ticket():
     pair = Pair()
     hello = pair.client.hello()
     eavesdropper = ServerHandshake(pair.keys, pair.book)

@@ -95,8 +95,3 @@ def test_a_public_key_that_is_none_is_refused(suite, public):
     with pytest.raises(HandshakeError) as raised:
         wrap(suite, public, SECRET, CONTEXT)
     assert raised.value.refusal is Refusal.SUITE
-
-
-def test_keys_show_nothing():
-    keys = keys_of("ml-kem-768-x25519")
-    assert "0x" in repr(keys) and len(repr(keys)) < 80

@@ -205,7 +205,7 @@ def test_other_hidden_states_are_refused(tensors, words):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_numbers_are_no_larger_than_any_model_s(sign):
+def test_numbers_beyond_those_of_any_model_are_refused(sign):
     most = torch.tensor([1.0, sign * 2.0**30])
     check_size(most, "a")
     with pytest.raises(ProtocolError, match="beyond 2³⁰"):

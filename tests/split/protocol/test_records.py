@@ -78,7 +78,7 @@ def test_every_altered_byte_of_a_header_is_noticed():
     assert Opener(UP, LIMITS).open(record) is not None
 
 
-def test_every_altered_byte_of_a_second_records_header_is_noticed():
+def test_every_altered_byte_of_a_second_header_is_noticed():
     sealed = seal(Sealer(UP), large())
     for place in range(HEADER_BYTES):
         opener = Opener(UP, LIMITS)
@@ -152,7 +152,7 @@ def test_a_frame_may_not_be_left_unfinished():
         opener.open(seal(other, step())[0])
 
 
-def test_a_frame_that_is_too_large_is_refused_before_anything_is_allocated(monkeypatch):
+def test_too_large_a_frame_is_refused_before_memory_is_allocated(monkeypatch):
     sealed = seal(Sealer(UP), large())
     exact = Limits(64, "float32", 65536, average_bytes=Outgoing(large(), LIMITS).size)
     assert opened(Opener(UP, exact), sealed)
@@ -166,7 +166,7 @@ def test_a_frame_that_is_too_large_is_refused_before_anything_is_allocated(monke
         Opener(UP, tight).open(sealed[0])
 
 
-def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
+def test_a_wrong_shape_is_refused_with_the_first_record(monkeypatch):
     frame = Frame(Kind.HIDDEN, tensors={"hidden": torch.zeros(2, 4096, 64)})
     first = seal(Sealer(UP), frame)[0]
     allocated = []
@@ -180,7 +180,7 @@ def test_a_frame_of_a_wrong_shape_is_refused_with_its_first_record(monkeypatch):
     for agreed in (
         Limits(32, "float32", 65536),
         Limits(64, "float32", 8191),
-        Limits(64, "float32", 8192, maximum_columns=4095),
+        Limits(64, "float32", 8192, max_columns=4095),
     ):
         with pytest.raises(FrameError, match=r"agreed on"):
             Opener(UP, agreed).open(first)
@@ -208,7 +208,7 @@ def header(kind=Kind.STEP, flags=1, counter=0, total=16, version=4):
         (header(counter=1), 16),
     ],
 )
-def test_headers_that_contradict_themselves_are_refused_though_authentic(head, size):
+def test_authentic_but_contradictory_headers_are_refused(head, size):
     nonce = bytes(12)
     record = head + AESGCM(UP).encrypt(nonce, bytes(size), head)
     with pytest.raises(FrameError) as raised:

@@ -37,7 +37,7 @@ def test_a_ticket_is_found_until_its_lane_is_confirmed():
     assert refusal(book.find, first.identifier) is Refusal.TICKET_UNKNOWN
 
 
-def test_all_tickets_of_a_lane_open_that_lane_until_one_is_confirmed():
+def test_all_tickets_of_a_lane_are_valid_until_one_is_confirmed():
     """A client whose confirmations get lost keeps using the ticket that it knows."""
     book = TicketBook()
     ticket = book.issue(COURT, 60)
@@ -54,7 +54,7 @@ def test_all_tickets_of_a_lane_open_that_lane_until_one_is_confirmed():
 
 
 @pytest.mark.parametrize(("standing", "most"), [(False, 7), (True, 64)])
-def test_the_oldest_of_too_many_streams_can_t_be_resumed(standing, most):
+def test_the_oldest_of_too_many_streams_is_not_resumed(standing, most):
     """A lane has eight tickets, its first one included; a standing ticket has 64 lanes."""
     book = TicketBook()
     ticket = book.issue(COURT, 60, standing=standing)
@@ -66,7 +66,7 @@ def test_the_oldest_of_too_many_streams_can_t_be_resumed(standing, most):
     assert book.find(resumption(1).identifier) == (resumption(1), COURT)
 
 
-def test_an_older_stream_can_t_be_confirmed_after_a_newer_one():
+def test_an_older_stream_is_not_confirmed_after_a_newer_one():
     book = TicketBook()
     ticket = book.issue(COURT, 60)
     lane = book.accept(ticket.identifier, resumption(1))
@@ -87,10 +87,6 @@ def test_the_secret_of_a_spent_ticket_is_erased():
     }
 
 
-def test_an_unknown_ticket_is_named():
-    assert refusal(TicketBook().find, bytes(16)) is Refusal.TICKET_UNKNOWN
-
-
 def test_an_expired_ticket_is_named_and_in_the_end_forgotten():
     clock = Clock()
     book = TicketBook(clock)
@@ -104,7 +100,7 @@ def test_an_expired_ticket_is_named_and_in_the_end_forgotten():
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_EXPIRED
     clock.now += 2 * 3600
     book.issue(COURT, 60)
-    assert len(book._entries) == len(book._tickets_of) == 1
+    assert len(book) == 2
     assert refusal(book.find, ticket.identifier) is Refusal.TICKET_UNKNOWN
 
 
@@ -131,12 +127,12 @@ def test_handshakes_that_are_never_confirmed_leave_little(standing):
     for number in range(2000):
         identifier = number.to_bytes(16, "big")
         book.accept(ticket.identifier, Ticket(identifier, bytes(32)))
-    assert len(book._entries) + len(book._tickets_of) < 150
+    assert len(book) < 150
     assert book.find(ticket.identifier) == (ticket, COURT)
 
 
 @pytest.mark.parametrize(("standing", "most"), [(False, 64), (True, 2**14)])
-def test_a_ticket_s_first_messages_are_no_good_again(standing, most):
+def test_first_messages_of_a_ticket_are_accepted_once(standing, most):
     """An eavesdropper can't begin a handshake with a recorded one; memory is bounded."""
     book = TicketBook()
     ticket = book.issue(COURT, 60, standing=standing)
@@ -148,12 +144,6 @@ def test_a_ticket_s_first_messages_are_no_good_again(standing, most):
             book.note_hello(ticket.identifier, hello)
     for hello in (hellos[most], hellos[0]):  # the oldest has been forgotten
         book.note_hello(ticket.identifier, hello)
-
-
-def test_a_ticket_shows_its_identifier_only():
-    ticket = TicketBook().issue(COURT, 60)
-    assert repr(ticket.secret) not in repr(ticket)
-    assert ticket.secret.hex() not in repr(ticket)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 
 from finetuning.adapters.adapter import exported_names, load_state, trainable_parameters
 from finetuning.data.batching import collate, micro_batches
@@ -15,9 +13,8 @@ from split.model.adapters import join_adapters, take_apart
 from split.model.partition import partition_of
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import HeadOutput
-from split.server.stacked_micro_batch import stack
+from split.server.schedules.stacked_micro_batch import stack
 from tests.marks import nightly
-from tests.split import hostile
 from tests.split.clients import (
     SIZES,
     STEPS,
@@ -122,7 +119,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("budget", [nightly(100_000), 3 * 20])
-def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginning, budget):
+def test_the_stack_equals_copies_of_head_and_tail_on_one_body(base, beginning, budget):
     """With unequal lengths, rows, micro-batches per step, and steps; in one pass or several."""
     steps = {"alpha": 6, "beta": 3, "gamma": 5}
     split = split_settings(schedule="client-batch", activation_budget=budget)
@@ -143,7 +140,7 @@ def test_the_stack_equals_copies_of_head_and_tail_around_one_body(base, beginnin
     assert not [account for account in accounts if account.error]
 
 
-def test_rows_and_columns_that_do_not_fit_together_are_not_stacked():
+def test_rows_and_columns_that_do_not_fit_are_not_stacked():
     shapes = [(256, 1), (1, 256), (2, 128), (1, 128)]
     outputs = [
         HeadOutput(
@@ -162,51 +159,6 @@ def test_rows_and_columns_that_do_not_fit_together_are_not_stacked():
     sizes = [tuple(each.hidden()[0].shape[:2]) for each in passes]
     assert sizes == [(256, 1), (1, 256), (3, 128)]
     assert [each.budget_tokens for each in passes] == [256, 256, 384]
-
-
-def test_a_client_of_many_rows_and_one_of_a_long_row_are_computed_within_the_budget(
-    base, beginning
-):
-    """Stacked, 64 rows of a token and a row of 64 would be 4,160 tokens, nearly all padding."""
-    sizes = {"mallory": (64, 1), "alpha": (1, 64)}
-    train = TRAIN.model_copy(update={"accumulation": 32})
-    split = split_settings(schedule="client-batch", activation_budget=2 * 64)
-    computed = []
-
-    def note(module, inputs, output) -> None:
-        if isinstance(output, torch.Tensor) and output.dim() == 3:
-            computed.append(output.shape[0] * output.shape[1])
-
-    fields = {"steps": 1, "first_step": 0, "total_steps": 1, "longest": 64, "wants_gradient": True}
-    with serving(base, beginning, split, train=train) as server, ExitStack() as peers:
-        server.begin_round(dict.fromkeys(sizes, 64), 0)
-        members = {}
-        for name in sizes:
-            invitation = server.invite_to_train(name, 1, 0, 60.0)
-            members[name] = peers.enter_context(closing(hostile.Member(invitation)))
-        hook = register_module_forward_hook(note)
-        peers.callback(hook.remove)
-
-        def send(write, **counts) -> None:
-            for name, (rows, columns) in sizes.items():
-                sealer = members[name].sealer
-                members[name].send(write(sealer, 32, rows=rows, columns=columns, **counts))
-
-        def await_all(kind) -> None:
-            found = [member.wait_for(kind, Kind.ERROR) for member in members.values()]
-            assert found == [kind, kind]
-
-        for member in members.values():
-            member.send(hostile.join(member.sealer, fields))
-        await_all(Kind.WELCOME)
-        send(hostile.hidden, targets=1, step_targets=1, micro_batches=1)
-        await_all(Kind.HIDDEN)
-        send(hostile.gradient)
-        await_all(Kind.GRADIENT)
-        for member in members.values():
-            member.send(hostile.end_of_step(member.sealer))
-        await_all(Kind.STEP)
-    assert max(computed) == 64
 
 
 @pytest.mark.slow
@@ -263,34 +215,6 @@ def test_a_client_that_goes_away_leaves_what_it_finished(base, beginning, moment
     assert (accounts["beta"].steps, bool(accounts["beta"].error)) == (step, True)
     assert not accounts["alpha"].error and not accounts["gamma"].error
     assert_nothing_is_left()
-
-
-def test_a_client_that_hangs_is_left_behind(base, beginning):
-    split = split_settings(schedule="client-batch", gather_timeout=1.0)
-    clients = [Client(name, base, split) for name in SIZES]
-    blocked = []
-
-    def hang(model) -> None:
-        receive = model.lane.receive
-
-        def receiving(timeout):
-            frame = receive(timeout)
-            if frame.kind is Kind.HIDDEN and frame.step == 2:
-                blocked.append(frame)
-                while True:
-                    receive(60.0)
-            return frame
-
-        model.lane.receive = receiving
-
-    with serving(base, beginning, split) as server:
-        server.begin_round(SIZES, 0)
-        steps = dict.fromkeys(SIZES, 5)
-        trained = train_together(clients, server, beginning, steps, disturbing={"beta": hang})
-        accounts = {account.client: account for account in server.finish_lanes()}
-    assert blocked and set(trained) == {"alpha", "gamma"}
-    assert "split.gather-timeout" in accounts["beta"].error
-    assert accounts["alpha"].steps == accounts["gamma"].steps == 5
 
 
 def test_those_who_join_too_late_are_named(base, beginning):

@@ -66,7 +66,7 @@ def end(members, norms, step):
         members[name].send(hostile.end_of_step(sealer, step, squared_norm=norm**2))
 
 
-def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, beginning):
+def test_a_step_that_begins_too_early_stops_nobody(base, beginning):
     """The others used to wait for the hasty one until their own time was over."""
     with joined(base, beginning, ("alpha", "mallory"), steps=2) as (server, members):
         alpha, mallory = members.values()
@@ -87,13 +87,13 @@ def test_a_step_that_begins_before_the_last_is_answered_stops_nobody(base, begin
     assert "before the last step was answered" in accounts["mallory"]
 
 
-def test_a_norm_that_a_member_reports_before_it_leaves_raises_no_cap(base, beginning):
+def test_the_norm_of_a_member_that_has_left_raises_no_cap(base, beginning):
     """It is in the step's norm, but not in the others' median of later steps."""
     with joined(base, beginning, ("ada", "alpha", "mallory"), steps=2) as (server, members):
         compute(members, 0)
         with busy(server):
             end(members, {"ada": 1.0, "alpha": 1.0, "mallory": 2.0**20}, 0)
-            wait_until(lambda: [j.priority for j in server._compute._waiting] == [Priority.STEP])
+            wait_until(lambda: [j.priority for j in server.compute.waiting] == [Priority.STEP])
             # Its next step begins too early, which ends its lane.
             mallory = members.pop("mallory")
             mallory.send(hostile.hidden(mallory.sealer, WIDTH, step=1, **COUNTS))
@@ -120,7 +120,7 @@ def test_a_member_that_has_finished_stays_in_the_others_median(base, beginning):
         ada.send(hostile.empty(ada.sealer, Kind.END))
         awaited(ada, Kind.END)
         ada.send(hostile.empty(ada.sealer, Kind.CLOSE))
-        wait_until(lambda: server._accounts)
+        wait_until(lambda: len(server.progress()) == 2)
         compute(members, 1)
         end(members, {"alpha": 5.0, "mallory": 1.0}, 1)
         for member in members.values():
@@ -234,7 +234,7 @@ def step_with(base, beginning, clients, factors):
     return {name: frame.tensors["gradient"] for name, frame in came.items()}, ends
 
 
-def test_what_a_member_exaggerates_changes_its_own_head_and_tail_alone(base, beginning):
+def test_an_exaggeration_changes_only_the_own_head_and_tail(base, beginning):
     """Its own head gets its gradient as it is, and the norm that it reports scales that down."""
     split = split_settings(schedule="client-batch")
     clients = [Client(name, base, split) for name in ("ada", "alpha", "mallory")]

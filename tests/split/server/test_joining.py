@@ -21,7 +21,7 @@ def test_who_has_gone_before_the_round_begins_has_not_joined(base, beginning, sc
         server.begin_round(SIZES, 0)
         with alpha.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
             model.lane.send(Kind.JOIN, fields=plan)
-            wait_until(lambda: server._schedule._barrier.joined)
+            wait_until(lambda: server.schedule.barrier.joined)
         with pytest.raises(LaneError, match="1 of 3 clients joined"):
             beta.train(server, beginning, 3)
 
@@ -58,7 +58,7 @@ def test_lanes_that_wait_for_others_to_join_can_be_ended(base, beginning):
         with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
             plan = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 16}
             model.lane.send(Kind.JOIN, fields=plan)
-            wait_until(lambda: server._schedule._barrier.joined)
+            wait_until(lambda: server.schedule.barrier.joined)
             (account,) = server.finish_lanes(timeout_seconds=10.0)
         assert "this phase of the round is over" in account.error
 

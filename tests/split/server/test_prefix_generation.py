@@ -3,12 +3,6 @@
 import pytest
 import torch
 
-from finetuning.adapters.prefixes import BlockPrefixes
-from finetuning.errors import BaseModelError
-from finetuning.settings import ModelSettings
-from split.model.exactness import check_exactness
-from split.model.key_values import KeyValues
-from split.model.partition import Partition
 from split.protocol.errors import LaneError
 from tests.marks import nightly
 from tests.split.clients import send_texts, tokens_taken
@@ -36,7 +30,7 @@ def choose(scene: Scene, model, name: str) -> None:
     ("architecture", "changes"),
     [case if case[0] in BY_DAY else nightly(*case) for case in CASES],
 )
-def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, random_checkpoint):
+def test_texts_equal_the_whole_model_token_for_token(architecture, changes, random_checkpoint):
     """Those of the base model, too, before and after."""
     directory = random_checkpoint(architecture, **changes)
     whole = Scene(directory, architecture, PREFIX).whole()
@@ -64,63 +58,6 @@ def test_texts_are_the_whole_model_s_token_for_token(architecture, changes, rand
                 model.end()
             (account,) = server.finish_lanes()
         assert not account.error
-
-
-@pytest.mark.parametrize(
-    "architecture", ["Llama", "OPT", *(nightly(name) for name in ("GPT2", "Bloom", "Gemma2"))]
-)
-def test_prompts_without_padding_and_of_one_token(architecture, random_checkpoint):
-    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
-    scene = Scene(directory, architecture, PREFIX)
-    whole, client = scene.whole(), scene.client()
-    drawn = torch.randint(2, 64, (3, 11), generator=torch.Generator().manual_seed(0))
-    with (
-        scene.serving(max_cached_tokens=MAX_CACHED_TOKENS) as server,
-        scene.lane(server, client) as model,
-    ):
-        scene.choose(model)
-        for tokens in (drawn, drawn[:, :1]):
-            texts = [
-                each.generate(tokens, torch.ones_like(tokens), NEW, pad_token_id=0, **GREEDY)
-                for each in (whole, model)
-            ]
-            assert torch.equal(*texts)
-
-
-@pytest.mark.parametrize("architecture", ["Llama", "GPT2", nightly("Gemma2"), nightly("OPT")])
-@pytest.mark.parametrize("lost", ["positions of the next tokens", "the tail's prefixes"])
-def test_the_check_before_a_run_generates_texts(
-    random_checkpoint, architecture, lost, monkeypatch, tmp_path
-):
-    """What is lost has no part in forward passes without caches."""
-    monkeypatch.setenv("CHAMBERS_CACHE", str(tmp_path))
-    directory = random_checkpoint(architecture, **ARCHITECTURES[architecture])
-    settings, partition, prefixes = (
-        ModelSettings(name=str(directory)),
-        Partition(4, 1, 1),
-        "prefix" in lost,
-    )
-    positions, fill = KeyValues._mask_and_positions, BlockPrefixes.fill
-
-    def wrong_positions(self, columns):
-        result = positions(self, columns)
-        if self.columns:
-            result["position_ids"] = result["position_ids"] - 2
-        return result
-
-    def not_at_the_tail(self, cache, *rest):
-        if 3 not in self._blocks:
-            fill(self, cache, *rest)
-
-    with monkeypatch.context() as patch:
-        if prefixes:
-            patch.setattr(BlockPrefixes, "fill", not_at_the_tail)
-        else:
-            patch.setattr(KeyValues, "_mask_and_positions", wrong_positions)
-        check_exactness(directory, settings, partition, prefixes)
-        with pytest.raises(BaseModelError, match=r"generates.*evaluate\.generate = false"):
-            check_exactness(directory, settings, partition, prefixes, generation=True)
-    check_exactness(directory, settings, partition, prefixes, generation=True)
 
 
 def test_prefixes_take_their_place_in_the_budget(random_checkpoint):

@@ -5,64 +5,21 @@ import time
 import pytest
 import torch
 
-from finetuning.adapters.adapter import export_adapter, trainable_parameters
-from finetuning.adapters.prefixes import SAVED
-from finetuning.evaluation.held_out import held_out_loss
-from finetuning.training.loop import train_round
-from split.model.adapters import join_adapters, take_apart
+from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind
 from split.protocol.training import RoundPlan
-from tests.marks import nightly
 from tests.split.clients import (
-    SIZES,
-    STEPS,
-    TRAIN,
     Client,
-    assert_close,
-    draw,
-    round_of,
     serving,
     split_settings,
     tokens_taken,
-    train_together,
-    weighted_mean,
 )
-from tests.split.clients import whole_model as trained_whole
 from tests.split.model.test_prefixes import PREFIX, random_prefix
 
-CLIPPED = TRAIN.model_copy(update={"max_gradient_norm": 0.2})
 
-
-@pytest.mark.parametrize(
-    ("schedule", "head", "tail"),
-    [("serial", 2, 1), nightly("serial", 1, 1), nightly("serial", 0, 1), ("client-batch", 1, 1)],
-)
-def test_one_client_equals_centralised_training(base, schedule, head, tail):
-    beginning = random_prefix(base)
-    split = split_settings(schedule=schedule, head_blocks=head, tail_blocks=tail)
-    apart = take_apart(beginning, partition_of(base, split))
-    with serving(base, beginning, split, PREFIX, CLIPPED) as server:
-        server.begin_round({"alpha": 9}, 0)
-        client = Client("alpha", base, split, PREFIX)
-        ends = client.train(server, apart["head"] | apart["tail"], train=CLIPPED)
-        (account,) = server.finish_lanes()
-        body = server.end_round({"alpha": 9})
-    model = trained_whole(base, beginning, PREFIX)
-    examples, local_round = round_of("alpha")
-    report, _ = train_round(
-        model, trainable_parameters(model.peft_model), examples, 0, local_round, CLIPPED
-    )
-    assert client.losses == pytest.approx(report.losses, abs=1e-5)
-    final = export_adapter(model.peft_model)
-    assert_close(join_adapters([ends, body]), final)
-    assert (final[SAVED] - beginning[SAVED]).abs().max() > STEPS / 2 * TRAIN.learning_rate
-    assert report.gradient_norm > CLIPPED.max_gradient_norm  # clipping had something to do
-    assert (account.steps, account.error) == (STEPS, "")
-
-
-def test_dropout_drops_a_share_of_each_party_s_prefixes(base):
+def test_dropout_drops_a_share_of_the_prefixes_of_each_party(base):
     """A weight that is dropped from all six rows of the only step doesn't change."""
     beginning, dropping = random_prefix(base), PREFIX.model_copy(update={"prefix_dropout": 0.8})
     split = split_settings()
@@ -77,50 +34,6 @@ def test_dropout_drops_a_share_of_each_party_s_prefixes(base):
         found = body if name == "body" else trained
         same = torch.cat([(found[n] == value).float().flatten() for n, value in own.items()])
         assert same.mean() == pytest.approx(0.8**6, abs=0.06), name
-
-
-def test_hierarchical_equals_separate_trainings_and_their_mean(base):
-    beginning = random_prefix(base)
-    split = split_settings(schedule="hierarchical")
-    apart = take_apart(beginning, partition_of(base, split))
-    clients = [Client(name, base, split, PREFIX) for name in SIZES]
-    steps = dict.fromkeys(SIZES, 6)
-    with serving(base, beginning, split, PREFIX) as server:
-        server.begin_round(SIZES, 0)
-        trained = train_together(clients, server, apart["head"] | apart["tail"], steps)
-        server.finish_lanes()
-        whole = {n: join_adapters([trained[n], server.state_of(n)]) for n in SIZES}
-        body = server.end_round(SIZES)
-    expected = {}
-    for client in clients:
-        model = trained_whole(base, beginning, PREFIX)
-        examples, local_round = round_of(client.name, 6)
-        parameters = trainable_parameters(model.peft_model)
-        report, _ = train_round(model, parameters, examples, 0, local_round, TRAIN)
-        expected[client.name] = export_adapter(model.peft_model)
-        assert client.losses == pytest.approx(report.losses, abs=1e-5)
-        assert_close(whole[client.name], expected[client.name])
-    mean = take_apart(weighted_mean(expected), partition_of(base, split))["body"]
-    assert_close(body, mean)
-
-
-def test_a_split_model_measures_the_loss_of_the_whole(base):
-    split, examples, state = split_settings(), draw(17, 1), random_prefix(base)
-    parts = take_apart(state, partition_of(base, split))
-    with serving(base, state, split, PREFIX) as server:
-        client = Client("alpha", base, split, PREFIX)
-        models = {"base": None, "global": parts["body"]}
-        with client.lane(server.invite_to_evaluate("alpha", 0, models, 60.0)) as model:
-            model.choose("global", parts["head"] | parts["tail"])
-            adapted = held_out_loss(model, examples, 0, 3).loss
-            model.choose("base", None)
-            bare = held_out_loss(model, examples, 0, 3).loss
-            model.end()
-    whole = trained_whole(base, state, PREFIX)
-    assert adapted == pytest.approx(held_out_loss(whole, examples, 0, 3).loss, abs=1e-6)
-    with whole.without_adapter():
-        assert bare == pytest.approx(held_out_loss(whole, examples, 0, 3).loss, abs=1e-6)
-    assert abs(adapted - bare) > 1e-3
 
 
 def send(model, rows, columns, **fields) -> None:
@@ -147,34 +60,3 @@ def test_a_micro_batch_takes_its_prefixes_places_in_the_budget(base, schedule, l
                     model.lane.receive(30)
         server.finish_lanes()
         assert tokens_taken(server, split) == 0
-
-
-def test_credits_are_by_micro_batches_with_their_prefixes(base):
-    """A budget of two of them, and not of three."""
-    split = split_settings(activation_budget=3 * 2 * (8 + 5) - 1)
-    client = Client("alpha", base, split, PREFIX)
-    with serving(base, random_prefix(base), split, PREFIX) as server:
-        server.begin_round({"alpha": 9}, 0)
-        with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            fields = {"steps": 3, "first_step": 0, "total_steps": 3, "longest": 2 * (8 + 5)}
-            model.lane.send(Kind.JOIN, fields=fields)
-            assert model.lane.receive(30).fields == {"credits": 2}
-
-
-@pytest.mark.parametrize(("model_name", "refused"), [("base", False), ("global", True)])
-def test_an_evaluation_s_prefixes_count_too(base, model_name, refused):
-    """Eight rows of ten tokens are as much as was agreed, and with prefixes more."""
-    split, state = split_settings(), random_prefix(base)
-    body = take_apart(state, partition_of(base, split))["body"]
-    client = Client("alpha", base, split, PREFIX)
-    with serving(base, state, split, PREFIX) as server:
-        invitation = server.invite_to_evaluate("alpha", 0, {"base": None, "global": body}, 60.0)
-        with client.lane(invitation) as model:
-            model.lane.send(Kind.JOIN, fields={"model": model_name})
-            model.lane.receive(30)
-            send(model, 8, 10)
-            if refused:
-                with pytest.raises(LaneError, match="120 padded tokens; at most 80 were agreed on"):
-                    model.lane.receive(30)
-            else:
-                assert model.lane.receive(30).kind is Kind.HIDDEN

@@ -23,7 +23,6 @@ from tests.split.clients import (
     train_together,
 )
 from tests.split.lanes import Proxy, cut
-from tests.waiting import wait_until
 
 # So that nothing can be computed a second time without being noticed.
 DROPOUT = ADAPTER.model_copy(update={"dropout": 0.3})
@@ -190,22 +189,6 @@ def test_others_average_without_a_client_that_stays_away(base, beginning):
         accounts = {account.client: account for account in server.finish_lanes()}
     assert trained.keys() == {"alpha", "gamma"}
     assert "split.resume-timeout" in accounts["beta"].error
-    assert_nothing_is_left()
-
-
-def test_a_lane_that_stays_cut_names_the_setting(base, beginning):
-    split = split_settings(resume_timeout=0.5)
-    with serving(base, beginning, split) as server:
-        server.begin_round({"alpha": 9}, 0)
-        disturbing = {"alpha": stop_after(1, 1, "cut")}
-        train_together(
-            [Client("alpha", base, split)], server, beginning, {"alpha": 5}, {}, disturbing
-        )
-        wait_until(lambda: not server.progress())
-        (account,) = server.finish_lanes()
-        assert "split.resume-timeout" in account.error
-        body = server.end_round({})
-    assert all(torch.equal(value, beginning[name]) for name, value in body.items())
     assert_nothing_is_left()
 
 

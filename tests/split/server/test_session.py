@@ -17,7 +17,6 @@ from split.protocol.training import RoundPlan
 from split.server.compute import Priority, first_ready
 from tests.split.clients import (
     SIZES,
-    STEPS,
     TRAIN,
     Client,
     bodies_kept,
@@ -49,51 +48,11 @@ class Refusals:
         model.lane.send(Kind.GRADIENT, 0, 0, {"gradient": torch.zeros(shape)})
 
 
-def average(self, model, *, begun=False):
-    self.join(model)
-    if begun:
-        self.send_hidden(model)
-    own = {name: p.detach() for name, p in model.parameters.items()}
-    model.lane.send(Kind.AVERAGE, 0, tensors=own)
-
-
-def larger(self, model):
-    self.join(model)
-    self.hidden, self.lengths = torch.zeros(2, 9, 32), torch.tensor([9, 9])
-    self.send_hidden(model)
-
-
-def twice(self, model):
-    self.join(model)
-    self.send_hidden(model, micro_batches=2)
-    self.send_hidden(model, micro_batches=2)
-
-
-def beyond_credits(self, model):
-    self.join(model)
-    for index in range(5):
-        self.send_hidden(model, index, micro_batches=9, step_targets=27)
-
-
 def odd_gradient(self, model):
     self.join(model)
     self.send_hidden(model)
     model.lane.receive(30)
     self.gradient(model, (1, 8, 32))
-
-
-def early_step(self, model):
-    self.join(model)
-    self.send_hidden(model)
-    model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
-
-
-def infinite_norm(self, model):
-    self.join(model)
-    self.send_hidden(model)
-    model.lane.receive(30)
-    self.gradient(model)
-    model.lane.send(Kind.STEP, 0, fields={"squared_norm": -1.0})
 
 
 def early_end(self, model):
@@ -102,76 +61,11 @@ def early_end(self, model):
     model.lane.send(Kind.END)
 
 
-def no_steps(self, model):
-    self.join(model)
-    model.lane.send(Kind.END)
-
-
-def a_step_too_many(self, model):
-    self.join(model, steps=1, total_steps=1)
-    self.send_hidden(model)
-    model.lane.receive(30)
-    self.gradient(model)
-    model.lane.receive(30)
-    model.lane.send(Kind.STEP, 0, fields={"squared_norm": 1.0})
-    model.lane.receive(30)
-    self.send_hidden(model, step=1)
-
-
-def joined(**counts):
-    """Return a violation: to join with counts that don't match the client's examples."""
-    return lambda self, model: self.join(model, **counts)
-
-
-def counted(**counts):
-    """Return a violation: to send a micro-batch with impossible counts."""
-    return lambda self, model: (self.join(model), self.send_hidden(model, **counts))
-
-
-def too_many_rows(self, model):
-    self.join(model)
-    self.hidden, self.lengths = torch.zeros(10, 1, 32), torch.ones(10, dtype=torch.long)
-    for index in range(2):
-        self.send_hidden(model, index, micro_batches=2, step_targets=6)
-
-
-def too_few_targets(self, model):
-    self.join(model)
-    self.send_hidden(model, micro_batches=2, step_targets=7)
-    self.send_hidden(model, 1, micro_batches=2, step_targets=7)
-
-
-def no_lengths(self, model):
-    self.join(model)
-    model.lane.send(Kind.HIDDEN, 0, 0, {"hidden": self.hidden}, {"targets": 1})
-
-
+# protocol/test_training.py has all reasons.
 REFUSED = {
     "without joining": (lambda self, model: self.send_hidden(model), "began with"),
-    "another step": (lambda s, m: (s.join(m), s.send_hidden(m, step=1)), "step 1 in step 0"),
-    "another order": (lambda s, m: (s.join(m), s.send_hidden(m, 1, micro_batches=2)), "expected 0"),
-    "twice": (twice, "expected 1"),
-    "no targets": (lambda s, m: (s.join(m), s.send_hidden(m, targets=0)), "does not fit a step"),
-    "too large": (larger, "received 18 padded tokens"),
-    "beyond its credits": (beyond_credits, "in flight"),
-    "a gradient of nothing": (lambda s, m: (s.join(m), s.gradient(m)), "before the output"),
     "a gradient of another shape": (odd_gradient, "shape"),
-    "a step without gradients": (early_step, "before all its gradients"),
-    "an impossible norm": (infinite_norm, "squared_norm"),
     "an end within a step": (early_end, "the round ended after 0 of 3 steps"),
-    "an end without steps": (no_steps, "the round ended after 0 of 3 steps"),
-    "a step too many": (a_step_too_many, "the round has only 1 steps"),
-    "an average that is not due": (average, "AVERAGE, but adapters are not averaged"),
-    "no lengths": (no_lengths, "lengths"),
-    "more steps than its examples allow": (joined(steps=11, total_steps=11), "steps = 11"),
-    "a later step than its rounds allow": (joined(first_step=1), "first_step = 1"),
-    "a longer run than its rounds allow": (joined(total_steps=11), "total_steps = 11"),
-    "more steps than its whole run": (joined(total_steps=2), "don't fit a run with 3 steps"),
-    "more targets than tokens": (counted(targets=17, step_targets=17), "16 tokens has 17 targets"),
-    "more targets in a step than fit": (counted(step_targets=2**62), "a step of 4611686"),
-    "targets that do not add up": (too_few_targets, "7 announced targets has 6 after 2 of 2"),
-    "more micro-batches than a step has": (counted(micro_batches=10), "train.accumulation"),
-    "more rows than a step has": (too_many_rows, "train.batch-size × train.accumulation"),
 }
 
 
@@ -197,52 +91,17 @@ def test_what_a_client_may_not_do_ends_its_lane_alone(base, beginning, what):
         assert not server.finish_lanes()[0].error
 
 
-@pytest.mark.parametrize("what", ["train", "evaluate", "generate"])
-def test_a_row_that_is_longer_than_the_run_s_is_refused(base, beginning, what):
+def test_a_row_longer_than_the_run_allows_is_refused(base, beginning):
     split = split_settings()
     with serving(base, beginning, split, columns=7) as server:
         server.begin_round({"alpha": 9}, 0)
         refused = Refusals(base, split)
-        invitation = (
-            server.invite_to_train("alpha", 1, 0, 60.0)
-            if what == "train"
-            else server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
-        )
-        reason = r"rows of 8 tokens; at most 7 were agreed on \(data\.max-length"
-        with refused.client.lane(invitation) as model:
-            if what == "train":
-                refused.join(model)
-                refused.send_hidden(model)
-            else:
-                model.choose("base", None)
-                texts = {"new_tokens": None, "side": "right"} if what == "evaluate" else {}
-                send_texts(model, rows=1, columns=8, **texts)
+        with refused.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
+            refused.join(model)
+            refused.send_hidden(model)
+            reason = r"rows of 8 tokens; at most 7 were agreed on \(data\.max-length"
             with pytest.raises(LaneError, match=reason):
                 model.lane.receive(30.0)
-
-
-def test_no_average_is_asked_for_within_a_step(base, beginning):
-    split = split_settings(schedule="hierarchical", average_every=1)
-    with serving(base, beginning, split) as server:
-        server.begin_round({"alpha": 9}, 0)
-        refused = Refusals(base, split)
-        invitation = server.invite_to_train("alpha", 1, 0, 60.0)
-        with refused.client.lane(invitation) as model:
-            average(refused, model, begun=True)
-            with pytest.raises(LaneError, match="requested within a step"):
-                while True:
-                    model.lane.receive(30.0)
-
-
-def test_a_row_may_be_as_long_as_the_run_s_and_each_token_a_target(base, beginning):
-    split = split_settings()
-    with serving(base, beginning, split, columns=8) as server:
-        server.begin_round({"alpha": 9}, 0)
-        client = Refusals(base, split)
-        with client.client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            client.join(model)
-            client.send_hidden(model, targets=16, step_targets=16)
-            assert model.lane.receive(30.0).kind is Kind.HIDDEN
 
 
 @pytest.mark.parametrize(
@@ -262,7 +121,7 @@ def test_clients_share_the_budget_unless_they_take_turns(base, beginning, schedu
             assert model.lane.receive(30.0).fields == {"credits": credits}
 
 
-def test_a_turn_is_nobody_else_s(base, beginning):
+def test_a_turn_excludes_other_clients(base, beginning):
     """However often another client tries; it trains as soon as the turn has ended."""
     split = split_settings()
     alpha, beta = (Refusals(base, split), Client("beta", base, split))
@@ -279,42 +138,9 @@ def test_a_turn_is_nobody_else_s(base, beginning):
         beta.train(server, beginning, 3)
 
 
-def test_an_evaluation_has_credits_too(base, beginning):
-    split = split_settings(window=2)
-    client = Client("alpha", base, split)
-    with serving(base, beginning, split) as server:
-        with client.lane(server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)) as model:
-            model.choose("base", None)
-            tensors = {"hidden": torch.zeros(2, 8, 32), "lengths": torch.tensor([8, 8])}
-            with pytest.raises(LaneError):
-                for index in range(2000):
-                    model.lane.send(Kind.HIDDEN, 0, index, tensors, {"side": "right"})
-                # All of them may fit into the client's queue before the server has read the second.
-                while True:
-                    model.lane.receive(30.0)
-        assert "in flight" in server.finish_lanes()[0].error
-
-
-def answered(model, **changes):
-    send_texts(model, **changes)
-    model.lane.receive(30)
-
-
-def follow(model, count, rows=3):
-    for index in range(1, count):
-        answered(model, rows=rows, columns=1, new_tokens=None, index=index)
-
-
+# protocol/test_evaluation.py has all reasons.
 REFUSED_TEXTS = {
-    "more than agreed": (lambda m: send_texts(m, new_tokens=13), "evaluate.max-new-tokens"),
-    "more tokens": (lambda m: (answered(m), follow(m, 14)), "more than the agreed 12"),
-    "many at once": (lambda m: (answered(m), send_texts(m, 3, 13, None, 1)), "the agreed 12"),
-    "other rows": (lambda m: (answered(m), follow(m, 2, rows=2)), "received 2 rows"),
-    "another number": (lambda m: (answered(m), send_texts(m, 3, 1, None, 2)), "as micro-batch 1"),
     "two in flight": (lambda m: [send_texts(m) for _ in range(9)], "in flight"),
-    "an early end": (lambda m: (send_texts(m), m.lane.send(Kind.STEP)), "in flight"),
-    "an end of nothing": (lambda m: m.lane.send(Kind.STEP), "STEP frame is not allowed now"),
-    "padding on the right": (lambda m: send_texts(m, side="right"), "padding on the right"),
     "nothing": (lambda m: send_texts(m, new_tokens=0), "received 0 new tokens"),
     "what was not agreed": (lambda m: send_texts(m, 1, 1, 1), "evaluate.generate"),
 }
@@ -330,7 +156,7 @@ def hold(started, release):
 def busy(server):
     """Keep the compute thread from running new jobs within the block."""
     started, release = threading.Event(), threading.Event()
-    thread = threading.Thread(target=server._compute.call, args=[partial(hold, started, release)])
+    thread = threading.Thread(target=server.compute.call, args=[partial(hold, started, release)])
     thread.start()
     try:
         assert started.wait(20)
@@ -342,7 +168,7 @@ def busy(server):
 
 def cleans_up(server):
     """Return whether a job waits that frees the memory of a client."""
-    return any(job.priority is Priority.CLEANUP for job in server._compute._waiting)
+    return any(job.priority is Priority.CLEANUP for job in server.compute.waiting)
 
 
 @pytest.mark.parametrize("schedule", ["serial", "client-batch"])
@@ -365,11 +191,11 @@ def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning, 
                     # The step waits for another job when the session looks.
                     started, held = threading.Event(), threading.Event()
                     job = partial(hold, started, held)
-                    thread = threading.Thread(target=server._compute.call, args=[job])
+                    thread = threading.Thread(target=server.compute.call, args=[job])
                     later.callback(thread.join, 20)
                     later.callback(held.set)
                     thread.start()
-                    wait_until(lambda: len(server._compute._waiting) == 3)
+                    wait_until(lambda: len(server.compute.waiting) == 3)
                 assert started.wait(20)
                 wait_until(lambda: cleans_up(server))
             with pytest.raises(LaneError):
@@ -379,7 +205,7 @@ def test_a_round_does_not_end_before_its_last_step_is_computed(base, beginning, 
         assert "before its last step was computed" in account.error
 
 
-def test_prompts_for_a_model_that_can_t_be_attached_cost_no_budget(base, beginning, monkeypatch):
+def test_prompts_for_a_model_that_fails_to_attach_cost_no_budget(base, beginning, monkeypatch):
     client = Client("alpha", base, split_settings())
     attach = Part.attach
 
@@ -389,19 +215,19 @@ def test_prompts_for_a_model_that_can_t_be_attached_cost_no_budget(base, beginni
         attach(part, settings, name)
 
     with serving(base, beginning, split_settings()) as server:
-        before = server._compute._free
+        before = server.compute.free_tokens
         models = {"global": take_apart(beginning, partition_of(base, split_settings()))["body"]}
         with client.lane(server.invite_to_evaluate("alpha", 0, models, 60.0)) as model:
             monkeypatch.setattr(Part, "attach", attached)
             with busy(server):
                 model.lane.send(Kind.JOIN, fields={"model": "global"})
                 send_texts(model)
-                wait_until(lambda: len(server._compute._waiting) == 2)
+                wait_until(lambda: len(server.compute.waiting) == 2)
             with pytest.raises(LaneError):
                 while True:
                     model.lane.receive(30.0)
         server.finish_lanes()
-        assert server._compute._free == before
+        assert server.compute.free_tokens == before
 
 
 @pytest.mark.parametrize("what", REFUSED_TEXTS)
@@ -437,22 +263,7 @@ def test_what_a_generation_may_not_do_ends_its_lane_alone(base, beginning, what)
         assert not server.finish_lanes()[0].error
 
 
-def test_models_to_evaluate_are_chosen_one_at_a_time(base, beginning):
-    split = split_settings()
-    client = Client("alpha", base, split)
-    with serving(base, beginning, split) as server:
-        invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
-        with client.lane(invitation) as model, pytest.raises(LaneError):
-            with busy(server):
-                for _ in range(2):
-                    model.lane.send(Kind.JOIN, fields={"model": "base"})
-                wait_until(lambda: cleans_up(server))
-            while True:
-                model.lane.receive(30.0)
-        assert "before all answers of the last model" in server.finish_lanes()[0].error
-
-
-def test_choosing_the_same_model_again_is_answered_without_the_compute_thread(base, beginning):
+def test_choosing_the_same_model_again_needs_no_job(base, beginning):
     client = Client("alpha", base, split_settings())
     with serving(base, beginning, split_settings()) as server, ExitStack() as lanes:
         invitation = server.invite_to_evaluate("alpha", 0, {"base": None}, 60.0)
@@ -476,23 +287,8 @@ def test_choosing_a_model_does_not_overtake_prompts(base, beginning):
         beta.choose("base", None)
         with busy(server):
             send_texts(beta)
-            wait_until(lambda: len(server._compute._waiting) == 1)
+            wait_until(lambda: len(server.compute.waiting) == 1)
             alpha.lane.send(Kind.JOIN, fields={"model": "base"})
-            wait_until(lambda: len(server._compute._waiting) == 2)
-            first = first_ready(server._compute._waiting, free_tokens=100, now=0.0)
+            wait_until(lambda: len(server.compute.waiting) == 2)
+            first = first_ready(server.compute.waiting, free_tokens=100, now=0.0)
             assert first.owner.account.client == "beta"
-
-
-@pytest.mark.parametrize(
-    ("steps", "first", "total"), [(3, 0, STEPS), (3, 1, 6), (STEPS, STEPS, 2 * STEPS - 1)]
-)
-def test_a_client_counts_its_steps_from_the_run_s_first_round(base, beginning, steps, first, total):
-    split = split_settings()
-    with serving(base, beginning, split, rounds=2) as server:
-        server.begin_round({"alpha": 9}, 0)
-        invitation = server.invite_to_train("alpha", 2, 0, 60.0)
-        with (
-            Client("alpha", base, split).lane(invitation) as model,
-            pytest.raises(LaneError, match=f"first_step = {first} and total_steps = {total} don"),
-        ):
-            model.join(RoundPlan(steps, first, total, 0), 16, time.monotonic() + 60)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from split.server.gradient_cap import Addition, GradientCap
-from split.server.share_cap import ShareCap
+from split.server.schedules.gradient_cap import Addition, GradientCap
+from split.server.schedules.share_cap import ShareCap
 
 
 def test_what_counts_of_a_capped_client_is_what_was_left_of_it():
@@ -26,7 +26,7 @@ def test_a_step_counts_whatever_its_micro_batches_and_targets():
     assert [sum(each.capped[name] for each in cap.caps) for name in "ab"] == [0, 2]
 
 
-def test_a_gradient_that_is_above_both_caps_is_scaled_down_to_the_smaller():
+def test_a_gradient_above_both_caps_is_scaled_to_the_smaller():
     additions = {
         "a": Addition(size=8.0, targets=8, step_targets=8),
         "b": Addition(size=6000.0, targets=20, step_targets=60),
@@ -34,7 +34,7 @@ def test_a_gradient_that_is_above_both_caps_is_scaled_down_to_the_smaller():
     assert GradientCap(3.0).factors(additions)["b"] == pytest.approx(24 / 18000)
 
 
-def test_the_targets_of_who_comes_first_are_capped_when_another_has_come():
+def test_the_targets_of_the_first_client_are_capped_late():
     cap = GradientCap(3.0)
     first = {"a": Addition(size=80.0, targets=80, step_targets=80)}
     assert (cap.factors(first), cap.counted(first)) == ({"a": 1.0}, 80.0)

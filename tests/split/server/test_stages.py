@@ -21,7 +21,7 @@ from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.server.body import load_body
-from split.server.stage import secured, tls
+from split.server.stage import make_tls_context, open_tls
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -127,14 +127,14 @@ def test_a_killed_stage_is_named_to_the_clients(base, beginning, key, two, sched
 
         def kill(split_model):
             """Kill the stage between the forward and the backward pass."""
-            send = split_model._body.send_gradient
+            send = split_model.body.send_gradient
 
             def sending(*arguments):
                 process.kill()
                 process.wait()
                 send(*arguments)
 
-            split_model._body.send_gradient = sending
+            split_model.body.send_gradient = sending
 
         with serving(base, beginning, split, model=model) as server:
             server.begin_round({"alpha": 9}, 0)
@@ -154,14 +154,14 @@ def test_a_stage_frees_the_activations_of_a_client_that_has_left(base, beginning
             gradients.append(gradient)
             raise StoppedError
 
-        split_model._body.send_gradient = stop
+        split_model.body.send_gradient = stop
 
     with serving(base, beginning, split, model=model) as server:
         server.begin_round({"alpha": 9}, 0)
         with pytest.raises(StoppedError):
             Client("alpha", base, split, model=model).train(server, beginning, disturb=leave)
         server.finish_lanes()
-        for each in server._body._stages:
+        for each in server.body.stages:
             with pytest.raises(RuntimeError, match="KeyError: 1"):
                 each.call("backward", {"gradient": gradients[0]}, number=1)
 
@@ -173,9 +173,9 @@ def test_other_programs_and_other_keys_are_refused(base, key, two, tmp_path):
         other.sendall(b"GET / HTTP/1.0\r\n\r\n")
     with (
         socket.create_connection((host, int(port))) as plain,
-        secured(plain, tls(key, ssl.PROTOCOL_TLS_CLIENT), is_server=False) as cut,
+        open_tls(plain, make_tls_context(key, ssl.PROTOCOL_TLS_CLIENT), is_server=False) as cut,
     ):
-        cut.write((100).to_bytes(8) + b"{}\n")
+        cut.sendall((100).to_bytes(8) + b"{}\n")
     load_body(base, model, split_settings(**two)).close()
     others = two | {"body_key": str(make_key(tmp_path))}
     with pytest.raises(ConnectionError, match=rf"{address}.*(can't be used|is lost)"):
@@ -205,7 +205,7 @@ def is_over(connection, sent=b""):
         return True
 
 
-def test_connections_without_the_key_delay_neither_runs_nor_each_other(base, two):
+def test_connections_without_the_key_delay_nothing(base, two):
     """Silent ones, a handshake that continues byte by byte, and an unanswered handshake."""
     model, address = ModelSettings(name=str(base), dtype="float32"), two["body_hosts"].split(",")[0]
     hello = client_hello()

@@ -4,7 +4,6 @@ import gc
 import threading
 from contextlib import closing
 
-import pytest
 import torch
 
 from finetuning.data.batching import collate
@@ -12,8 +11,6 @@ from split.protocol.frames import Kind, Limits
 from split.server.block_server import BlockServer
 from tests.split.clients import LONGEST, STEPS, Client, draw, serving, split_settings
 from tests.split.hostile import Member, end_of_step, gradient, hidden, join
-from tests.split.model.test_generation import GREEDY, generated
-from tests.split.server.test_model_server import Served
 from tests.waiting import wait_until
 
 WIDTH = 32
@@ -50,7 +47,7 @@ def train_beside(member: Member, honest: Client, server: BlockServer, state, ste
     training.join()
 
 
-def test_an_unread_answer_keeps_no_other_client_s_rows(base, beginning):
+def test_an_unread_answer_keeps_no_rows_of_other_clients(base, beginning):
     """The rows of a stack are one tensor; of that, a client keeps what it was sent."""
     steps = STEPS
     split = split_settings(schedule="client-batch")
@@ -127,27 +124,3 @@ def test_an_evaluation_whose_answers_are_not_read_ends_alone(base, beginning):
             assert_released(before)
         errors = {account.client: account.error for account in server.finish_lanes()}
     assert not errors["alpha"] and "mallory has not acknowledged" in errors["mallory"]
-
-
-@pytest.mark.slow
-def test_generations_that_begin_again_and_again_unread_end_alone(random_checkpoint):
-    # Room for one generation of each client.
-    scene = Served(random_checkpoint("Llama"), activation_budget=2 * LONGEST)
-    expected, honest = generated(scene.whole(), **GREEDY), scene.client("alpha")
-    with scene.model_server() as server:
-        invitation = server.invite("mallory", {"base": None}, 60.0)
-        with honest.lane(scene.invite(server, honest)) as model:
-            scene.choose(model)
-            found, before = [], bytes_in_memory()
-            with closing(Member(invitation)) as member:
-                leave_all_unread(
-                    member,
-                    max_cached_tokens(2 * LONGEST, window=1),
-                    lambda: found.append(generated(model, **GREEDY)),
-                    side="left",
-                    new_tokens=1,
-                )
-            found.append(generated(model, **GREEDY))
-            assert all(torch.equal(each, expected) for each in found) and len(found) == 2
-            model.end()
-            assert_released(before)

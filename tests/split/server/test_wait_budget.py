@@ -3,8 +3,8 @@
 import time
 from types import SimpleNamespace
 
+from split.server.schedules.wait_budget import WaitBudget
 from split.server.session import Session
-from split.server.wait_budget import WaitBudget
 from tests.split.clients import split_settings
 
 

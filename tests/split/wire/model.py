@@ -99,11 +99,11 @@ class WireModel:
         return losses
 
     @torch.no_grad()
-    def clip(self, maximum: float, reported: int | None = None) -> float:
+    def clip(self, maximum: float) -> float:
         """End a step; the server answers with the norm over all parties and the clipping factor."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        square = squared_norm(gradients) if reported is None else reported
-        self.lane.send(Kind.STEP, self._step, fields={"squared_norm": square})
+        fields = {"squared_norm": squared_norm(gradients)}
+        self.lane.send(Kind.STEP, self._step, fields=fields)
         fields = self._receive(Kind.STEP).fields
         for gradient in gradients:
             gradient.mul_(fields["factor"])

@@ -127,21 +127,6 @@ def test_it_trains_as_ours_does(base, beginning, ours, suite, wire):
     assert (account.steps, account.error) == (2, "")
 
 
-def test_a_squared_norm_may_be_a_whole_number(base, beginning):
-    split, batches = split_settings(), [collate(draw(2, 1), 0)]
-    client = WireClient("alpha", base, split)
-    with serving(base, beginning, split) as server:
-        server.begin_round({"alpha": 9}, 0)
-        with client.lane(server.invite_to_train("alpha", 1, 0, 60.0)) as model:
-            model.join(2, STEPS, 2 * 20)
-            for reported in (1, 0):
-                model.accumulate(batches, 0)
-                assert model.clip(0.5, reported) ** 2 > reported
-            model.end()
-        (account,) = server.finish_lanes()
-    assert not account.error
-
-
 def evaluated(base, beginning, split, client):
     """Evaluate and generate; return the results and all hidden states that the server sent."""
     parts = take_apart(beginning, partition_of(base, split))
@@ -278,39 +263,6 @@ def test_a_lane_that_is_cut_continues_as_if_it_had_not_been(base, beginning, our
     assert_equal(found, ours(wire))
     assert (account.steps, account.error) == (2, "")
     assert all(network.count[way] > max(lost, default=0) for way, lost in network.lost.items())
-
-
-@pytest.mark.parametrize("direction", ["up", "down"])
-def test_an_altered_record_is_a_cut(base, beginning, ours, direction):
-    count = {"up": 0, "down": 0}
-
-    def altered(way, message):
-        """Alter the fourth message of a direction: up JOIN, down the first HIDDEN."""
-        count[way] += 1
-        if way != direction or count[way] != 4:
-            return message
-        return message[:-1] + bytes([message[-1] ^ 1])
-
-    class AlteringStream(Stream):
-        def send(self, message):
-            super().send(altered("up", message))
-
-        def receive(self, timeout):
-            return altered("down", super().receive(timeout))
-
-    split = split_settings()
-    client = WireClient("alpha", base, split, DROPOUT, dial=AlteringStream)
-    found, account = trained(base, beginning, split, 2, client)
-    assert_equal(found, ours("float32"))
-    assert (account.steps, account.error, client.opened.streams) == (2, "", 2)
-
-
-def test_a_stream_is_replaced_before_its_key_is_exhausted(base, beginning, ours):
-    split = split_settings()
-    client = WireClient("alpha", base, split, DROPOUT, max_bytes_of_a_key=20_000)
-    found, account = trained(base, beginning, split, 2, client)
-    assert_equal(found, ours("float32"))
-    assert account.resumed == client.opened.streams - 1 > 0
 
 
 def test_it_averages_within_a_round_with_one_of_ours(base, beginning):

@@ -1,6 +1,5 @@
 """docs/wire-vectors.json matches our code and the client implemented only from docs/wire.md."""
 
-import ast
 import hashlib
 import json
 from pathlib import Path
@@ -34,14 +33,6 @@ def unwrap(case, front):
     )
     suite = hpke.Suite(hpke.KEM.MLKEM768_X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
     return suite.decrypt(wrapped, key, info=label + front)
-
-
-@pytest.mark.parametrize("module", ["handshake", "records", "stream", "lane"])
-def test_it_shares_no_code_with_split(module):
-    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
-    imported = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-    assert not [name for name in imported if name.partition(".")[0] == "split"]
 
 
 def test_the_vectors_are_what_our_code_makes():

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -34,11 +35,11 @@ from split.protocol.frames import Kind
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
 from split.server.compute import ComputeThread, Job, Priority
-from split.server.gradient_cap import GradientCap
-from split.server.session import Session, reason_of
-from split.server.share_cap import ShareCap
-from split.server.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
-from split.server.wait_budget import WaitBudget
+from split.server.schedules.gradient_cap import GradientCap
+from split.server.schedules.share_cap import ShareCap
+from split.server.schedules.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
+from split.server.schedules.wait_budget import WaitBudget
+from split.server.session import Session, describe_error
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class StackedRound:
             self._choose_rate()
             return member
 
-    def forward(self, member: Member, output: HeadOutput) -> None:
+    def accept_hidden(self, member: Member, output: HeadOutput) -> None:
         """Accept the hidden states of a micro-batch after the head.
 
         Raise a ProtocolError for a micro-batch of the next step while this step isn't answered yet.
@@ -92,7 +93,7 @@ class StackedRound:
             member.received += 1
             self._advance()
 
-    def backward(self, member: Member, gradient: OutputGradient) -> None:
+    def accept_gradient(self, member: Member, gradient: OutputGradient) -> None:
         """Accept the gradient of a step's mean loss with respect to a micro-batch's output."""
         # float64 takes ten times as long and is not needed: no accepted number is above 2³⁰.
         norms = torch.linalg.vector_norm(gradient.gradient, dim=2, dtype=torch.float32)
@@ -103,7 +104,7 @@ class StackedRound:
             member.returned += 1
             self._advance()
 
-    def step(self, member: Member, end: StepEnd) -> None:
+    def end_step(self, member: Member, end: StepEnd) -> None:
         """Accept the end of a member's step."""
         with self._lock:
             member.squared_norm = end.squared_norm
@@ -132,7 +133,7 @@ class StackedRound:
         """
         reason = "the server failed to compute the clients' micro-batches"
         if isinstance(error, torch.OutOfMemoryError | ConnectionError):
-            reason = reason_of(error)
+            reason = describe_error(error)
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:
             for member in self._members.values():
@@ -147,7 +148,8 @@ class StackedRound:
             parts = {member: member.outputs.pop(self._next) for member in needed}
             for stacked in stack(self._next, parts, self._split.activation_budget):
                 self._stacked.append(stacked)
-                self._put_forward(stacked)
+                run = partial(self._run_blocks, stacked, self._step, time.perf_counter())
+                self._put(Priority.FORWARD, run, stacked.budget_tokens)
             self._next += 1
         # Queue backward passes in this order: the rounding of the gradients' sum depends on it.
         while self._stacked and self._stacked[0].computed:
@@ -157,12 +159,13 @@ class StackedRound:
                 break
             gradients = {member: member.gradients.pop(stacked.index) for member in present}
             self._stacked.popleft()
-            self._put_backward(stacked, gradients)
+            propagate = partial(self._propagate_back, stacked, gradients, self._step)
+            self._put(Priority.BACKWARD, propagate)
         norms = {m: m.squared_norm for m in members if m.squared_norm is not None}
         # A stacked micro-batch may still be queued even if all of its members have left.
         if members and self._next and not self._stacked and len(norms) == len(members):
             self._next = 0
-            self._put(Priority.STEP, lambda: self._take_step(norms))
+            self._put(Priority.STEP, partial(self._take_step, norms))
         self._note_waiting()
 
     def _note_waiting(self) -> None:
@@ -199,75 +202,65 @@ class StackedRound:
         return [m for m in stacked.parts if self._members.get(m.client) is m]
 
     def _put(self, priority: Priority, work: Callable[[], None], tokens: int = 0) -> None:
-        self._compute.put(Job(owner=self, priority=priority, run=work, tokens=tokens))
+        self._compute.put(Job(self, priority, work, tokens))
 
-    def _put_forward(self, stacked: StackedMicroBatch) -> None:
-        index, step = stacked.index, self._step
+    def _run_blocks(self, stacked: StackedMicroBatch, step: int, queued: float) -> None:
+        started = time.perf_counter()
+        self._held += stacked.budget_tokens
+        if not self._present(stacked):
+            self._note_computed(stacked)
+            return
+        index = stacked.index
         passes = (stacked.number,) if stacked.number else ()
         seed = derive_seed("dropout", derive_seed(self._seed, step), index, "body", *passes)
-        queued = time.perf_counter()
+        wanted = any(member.plan.wants_gradient for member in stacked.parts)
+        hidden, padding = stacked.hidden()
+        stacked.activations = self._adapters.run_blocks(hidden, padding, seed, wanted)
+        output = stacked.activations.output
+        stacked.account(time.perf_counter() - started)
+        self._note_computed(stacked)
+        for member, part, rows in stacked.rows_of(output):
+            member.session.account.tokens += part.padded_tokens
+            member.session.account.seconds_queued += started - queued
+            # Copy the rows: a view would keep all rows in memory until it is acknowledged.
+            own = rows.detach().clone() if len(stacked.parts) > 1 else rows
+            with suppress(LaneError):  # the end of one lane must not affect the others
+                member.session.answer(step, index, own)
 
-        def forward() -> None:
-            started = time.perf_counter()
-            self._held += stacked.budget_tokens
-            if not self._present(stacked):
-                self._note_computed(stacked)
-                return
-            wanted = any(member.plan.wants_gradient for member in stacked.parts)
-            hidden, padding = stacked.hidden()
-            stacked.activations = self._adapters.forward(hidden, padding, seed, wanted)
-            output = stacked.activations.output
-            stacked.account(time.perf_counter() - started)
-            self._note_computed(stacked)
-            for member, part, rows in stacked.rows_of(output):
-                member.session.account.tokens += part.padded_tokens
-                member.session.account.seconds_queued += started - queued
-                # Copy the rows: a view would keep all rows in memory until it is acknowledged.
-                own = rows.detach().clone() if len(stacked.parts) > 1 else rows
-                with suppress(LaneError):  # the end of one lane must not affect the others
-                    member.session.answer(step, index, own)
-
-        self._put(Priority.FORWARD, forward, stacked.budget_tokens)
-
-    def _put_backward(
-        self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient]
+    def _propagate_back(
+        self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient], step: int
     ) -> None:
-        """Queue a backward pass without the gradients of members that have left."""
-        step = self._step
-
-        def backward() -> None:
-            started = time.perf_counter()
-            activations, stacked.activations = stacked.activations, None
-            self._held -= stacked.budget_tokens
-            self._compute.release(stacked.budget_tokens)
-            if activations is None or not gradients:
-                return
-            additions = stacked.additions(gradients)
-            factors = self._gradient_cap.factors(additions)
-            counted = self._gradient_cap.counted(additions)
-            late, late_targets = self._gradient_cap.late_factors()
-            if late < 1:
-                # Scale the body's gradient so far: none of its terms could be compared on arrival.
-                self._adapters.scale(late)
-            gradient = stacked.gradient(gradients, factors, activations.output)
-            result = self._adapters.backward(activations, gradient)
-            self._counted = self._counted * late_targets + counted
-            stacked.account(time.perf_counter() - started)
-            with self._lock:
-                for member in gradients:
-                    member.finished += 1
-                self._note_waiting()
-            if result is None:
-                return
-            for member, part, rows in stacked.rows_of(result):
-                if member in gradients and member.plan.wants_gradient:
-                    # Undo the scaling, to get the gradient of the client's mean loss over the step.
-                    scale = part.step_targets * factors[member.client]
-                    tensors = {"gradient": rows / scale}
-                    with suppress(LaneError):
-                        member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
-
-        self._put(Priority.BACKWARD, backward)
+        """Compute a backward pass without the gradients of members that have left."""
+        started = time.perf_counter()
+        activations, stacked.activations = stacked.activations, None
+        self._held -= stacked.budget_tokens
+        self._compute.release(stacked.budget_tokens)
+        if activations is None or not gradients:
+            return
+        additions = stacked.additions(gradients)
+        factors = self._gradient_cap.factors(additions)
+        counted = self._gradient_cap.counted(additions)
+        late, late_targets = self._gradient_cap.late_factors()
+        if late < 1:
+            # Scale the body's gradient so far: none of its terms could be compared on arrival.
+            self._adapters.scale(late)
+        gradient = stacked.gradient(gradients, factors, activations.output)
+        result = self._adapters.propagate_back(activations, gradient)
+        self._counted = self._counted * late_targets + counted
+        stacked.account(time.perf_counter() - started)
+        with self._lock:
+            for member in gradients:
+                member.finished += 1
+            self._note_waiting()
+        if result is None:
+            return
+        for member, part, rows in stacked.rows_of(result):
+            if member in gradients and member.plan.wants_gradient:
+                # Undo the scaling, to get the gradient of the client's mean loss over the step.
+                scale = part.step_targets * factors[member.client]
+                tensors = {"gradient": rows / scale}
+                with suppress(LaneError):
+                    member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
 
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
         """Clip the gradients, answer all members, and take a step of the optimizer."""
@@ -298,8 +291,8 @@ class StackedRound:
     def _choose_rate(self) -> None:
         """Use the learning rate schedule of the member with the most steps in the whole run."""
         if self._members:
-            longest = max(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
-            self._rate = longest.plan
+            last = max(self._members.values(), key=lambda m: (m.plan.total_steps, m.client))
+            self._rate = last.plan
 
     def _clean(self, left: Member) -> None:
         """Clean up after a member has left; after the last one, discard the unfinished step."""

@@ -40,8 +40,8 @@ class WaitBudget:
         for client in self._awaited:
             self._seconds[client] += (now - self._since) / len(self._awaited)
         self._awaited, self._since = list(awaited), now
-        most = min((each.lifetime for each in self._sessions.values()), default=math.inf) / 2
-        if sum(self._seconds.values()) >= most:
+        max_seconds = min((each.lifetime for each in self._sessions.values()), default=math.inf) / 2
+        if sum(self._seconds.values()) >= max_seconds:
             worst = max(sorted(self._seconds), key=self._seconds.__getitem__)
             self._sessions[worst].give_up(
                 f"other clients waited {self._seconds[worst]:.0f} s for {worst}, longer than for "

@@ -9,7 +9,7 @@ from finetuning.devices import to_device
 from split.protocol.frames import Padding
 from split.protocol.training import HeadOutput, RoundPlan
 from split.server.body_adapters import Activations
-from split.server.gradient_cap import Addition
+from split.server.schedules.gradient_cap import Addition
 from split.server.session import Session
 
 
@@ -88,10 +88,7 @@ class StackedMicroBatch:
         return stacked, Padding("right", lengths)
 
     def gradient(
-        self,
-        gradients: Mapping[Member, Gradient],
-        factors: Mapping[str, float],
-        like: torch.Tensor,
+        self, gradients: Mapping[Member, Gradient], factors: Mapping[str, float], like: torch.Tensor
     ) -> torch.Tensor:
         """Return the stacked gradients of the members' summed (not mean) losses.
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from split.server.share_cap import ShareCap
+from split.server.schedules.share_cap import ShareCap
 
 
 @dataclass(frozen=True)

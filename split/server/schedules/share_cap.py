@@ -49,8 +49,8 @@ class ShareCap:
         for client, square in squares.items():
             others = [u for name, u in usual.items() if name != client and u > _NEGLIGIBLE]
             measure = (square / counts[client]) ** 0.5
-            most = self._multiple * median_high(others) if others else measure
-            factors[client] = most / measure if measure > most else 1.0
+            cap = self._multiple * median_high(others) if others else measure
+            factors[client] = cap / measure if measure > cap else 1.0
             if not others and measure > _NEGLIGIBLE:
                 total, count = self._unchecked.get(client, (0.0, 0.0))
                 self._unchecked[client] = (total + square, count + counts[client])
