@@ -94,7 +94,7 @@ def count_actors(config: RunConfig, clients: int, machine: Machine) -> int:
 
 def in_memory_of(config: RunConfig, machine: Machine) -> int:
     """Return the number of actors that fit in a machine's memory."""
-    checkpoint = checkpoint_of(config)
+    checkpoint = find_base_checkpoint(config)
     if checkpoint is None:
         return max(1, (machine.memory - _REST_BYTES) // _ACTOR_BYTES)
     client, server = _estimate(config, checkpoint, actors=1, on_gpu=False)
@@ -127,7 +127,7 @@ def resources_of(actors: int, gpus: int = 0) -> str:
     )
 
 
-def checkpoint_of(config: RunConfig) -> Path | None:
+def find_base_checkpoint(config: RunConfig) -> Path | None:
     """Return the base model's checkpoint, downloaded if necessary; None for ``tiny``."""
     if config.model.name == TINY:
         return None
@@ -199,10 +199,10 @@ def _estimate(
     blocks = count_blocks(checkpoint) or 0
     memory = partial(_memory, config, checkpoint, on_gpu)
     if not config.method.is_split:
-        return memory(blocks, tokens=config.longest_in_training, ends=True), None
+        return memory(blocks, tokens=config.max_training_tokens, ends=True), None
     theirs = config.split.head_blocks + config.split.tail_blocks
     in_flight = min(config.split.window, config.train.accumulation)
-    tokens = in_flight * config.longest_in_training
+    tokens = in_flight * config.max_training_tokens
     client = memory(theirs, tokens=tokens, ends=True)
     if config.split.body_hosts:
         return client, None

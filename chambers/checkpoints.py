@@ -21,7 +21,7 @@ from chambers.sources import (
     option,
     trained_on,
 )
-from federation.run_folder import METRICS, read_events
+from federation.run_folder import METRICS_FILE, read_events
 from finetuning.adapters.saved import SavedAdapter, read_adapter
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _losses(run: RunFolder, adapter: Path) -> dict[str, tuple[float, float]]:
     ``CommandError`` if the metrics are malformed.
     """
     try:
-        events = [e for e in read_events(run.directory / METRICS) if e["event"] == "evaluate"]
+        events = [e for e in read_events(run.directory / METRICS_FILE) if e["event"] == "evaluate"]
     except ValueError as error:
         raise CommandError(str(error)) from error
     last = {

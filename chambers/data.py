@@ -50,7 +50,7 @@ class Data:
         shown, refused = 0, False
         for name, source in sources_of(config).items():
             try:
-                reading = read(name, source, config, keep_going=True)
+                reading = read_source(name, source, config, keep_going=True)
             except DataError as error:
                 print(f"{name}: refused: {error}")
                 refused = True
@@ -119,7 +119,9 @@ def _tokenizer(model: str) -> Any:
     return load_tokenizer(locate_description(model))
 
 
-def read(name: str, source: Path | str, config: RunConfig, keep_going: bool = False) -> Reading:
+def read_source(
+    name: str, source: Path | str, config: RunConfig, keep_going: bool = False
+) -> Reading:
     """Read and tokenize the rows of a client or of a data set.
 
     Rows that can't be used are left out if ``keep_going`` or ``data.skip-bad-rows``; otherwise,
@@ -181,7 +183,7 @@ def check_data(config: RunConfig, clients: int) -> int:
         sources = dict(list(sources.items())[:clients])
     longest = 0
     for number, (name, source) in enumerate(sources.items()):
-        reading = read(name, source, config)
+        reading = read_source(name, source, config)
         longest = max(longest, reading.longest)
         rows = len(reading.rows)
         if not has_folders and rows < clients:

@@ -9,9 +9,9 @@ import torch
 
 from chambers.actors import (
     Machine,
-    checkpoint_of,
     count_actors,
     describe_memory,
+    find_base_checkpoint,
     this_machine,
 )
 from client_app.data import ClientData
@@ -34,7 +34,9 @@ _MESSAGE = 0.5
 _READING = 6e9  # bytes per second at which weights are read for each generated token
 
 
-Parts = Sequence[tuple[list[Example], list[Example]]]  # training and held-out rows of clients
+TokenizedClients = Sequence[
+    tuple[list[Example], list[Example]]
+]  # training and held-out rows of clients
 
 
 def describe_run(config: RunConfig, clients: int, data: Sequence[ClientData]) -> list[str]:
@@ -46,7 +48,7 @@ def describe_run(config: RunConfig, clients: int, data: Sequence[ClientData]) ->
     machine = this_machine()
     actors = count_actors(config, config.sampled(clients), machine)
     lines = []
-    if checkpoint := checkpoint_of(config):
+    if checkpoint := find_base_checkpoint(config):
         lines.append(describe_memory(config, checkpoint, actors, machine))
     base = locate_description(config.model.name)
     parts, shortened = _tokenize(config, base, data)
@@ -72,7 +74,9 @@ def describe_time(config: RunConfig, clients: int, data: Sequence[ClientData]) -
     return f"{line}; training rows have {_tokens(rows) / len(rows):.0f} tokens on average"
 
 
-def _tokenize(config: RunConfig, base: Path, data: Sequence[ClientData]) -> tuple[Parts, list[int]]:
+def _tokenize(
+    config: RunConfig, base: Path, data: Sequence[ClientData]
+) -> tuple[TokenizedClients, list[int]]:
     """Return the clients' tokenized rows, and how many training rows of each are shortened."""
     tokenizer = load_tokenizer(base)
     parts, shortened = [], []
@@ -83,7 +87,9 @@ def _tokenize(config: RunConfig, base: Path, data: Sequence[ClientData]) -> tupl
     return parts, shortened
 
 
-def _time(config: RunConfig, clients: int, base: Path, parts: Parts, machine: Machine) -> str:
+def _time(
+    config: RunConfig, clients: int, base: Path, parts: TokenizedClients, machine: Machine
+) -> str:
     actors = count_actors(config, config.sampled(clients), machine)
     at_once = max(machine.gpus, min(actors, machine.cores)) * len(parts) / clients
     training, evaluation = _seconds(config, base, parts, at_once)
@@ -101,7 +107,7 @@ def _evaluations(config: RunConfig) -> int:
 def _seconds(
     config: RunConfig,
     base: Path,
-    parts: Parts,
+    parts: TokenizedClients,
     at_once: float,
 ) -> tuple[float, float]:
     """Estimate the seconds of training and evaluation, shared by ``at_once`` processes."""

@@ -16,7 +16,7 @@ from chambers.errors import describe_error
 from chambers.time_left import durations, time_left
 from federation.run_folder import (
     LOG,
-    METRICS,
+    METRICS_FILE,
     Event,
     LaneStatus,
     RunStatus,
@@ -78,7 +78,7 @@ def read_run_state(directory: Path, coordinator: Path | None = None) -> RunState
         directory=directory,
         config=config,
         status=read_status(directory),
-        events=read_events(directory / METRICS),
+        events=read_events(directory / METRICS_FILE),
         is_running=alive,
         checkpoint=checkpoints[-1] if checkpoints else None,
         now=time.time(),

@@ -16,7 +16,7 @@ from rich.live import Live
 
 from chambers.run_status import RunState, format_duration, read_run_state, render_status
 from federation.messages import MODELS
-from federation.run_folder import LOG, METRICS, Event
+from federation.run_folder import LOG, METRICS_FILE, Event
 from finetuning.errors import printable
 
 _COLOUR = re.compile(rb"\x1b\[\d+m")
@@ -117,7 +117,7 @@ def following(link: Path, log: RunLog, show: Show) -> Iterator[None]:
                 return
             directory = link.resolve()
             # Until metrics are written, the run may still be refused, and its folder deleted.
-            if (directory / METRICS).exists():
+            if (directory / METRICS_FILE).exists():
                 log.move_to(directory / LOG)
             show(read_run_state(directory))
 

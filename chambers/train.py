@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chambers.actors import checkpoint_of, count_actors, describe_memory, resources_of, this_machine
+from chambers.actors import (
+    count_actors,
+    describe_memory,
+    find_base_checkpoint,
+    resources_of,
+    this_machine,
+)
 from chambers.app_folder import describe_presets, write_app
 from chambers.cluster import join
 from chambers.data import check_data
@@ -18,7 +24,7 @@ from chambers.settings import app_config, count_clients, read_settings
 from chambers.sources import argument, count
 from chambers.steps import OWN_ROWS, describe_steps, read_clients, suited
 from federation.run_config import RunConfig, parse_run_config
-from federation.run_folder import METRICS, check_resumable, read_events, results_folder
+from federation.run_folder import METRICS_FILE, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import is_hub_id
 from finetuning.model.checkpoint import count_blocks, find_missing_shards, find_problem
@@ -97,7 +103,7 @@ class Train:
                 machine = this_machine()  # slow, since it imports PyTorch
                 actors = count_actors(fitted, at_once, machine)
                 resources = resources_of(actors, machine.gpus)
-                checkpoint = checkpoint_of(config)
+                checkpoint = find_base_checkpoint(config)
                 if checkpoint and machine.gpu_memory:
                     print(describe_memory(fitted, checkpoint, actors, machine), file=sys.stderr)
                 make_folders(config)
@@ -132,14 +138,14 @@ class Train:
             )
         _check_model(config)
         if not own:
-            check_run(config, clients)
+            check_beginning(config, clients)
         longest = check_data(config, clients) if config.data.path else config.data.max_length
         data = read_clients(config, clients)
         rows = {client.name: len(client.train) for client in data}
         if own:
             values = suited(rows, config.train.batch_size) | values
             config = parse_run_config(app_config() | values)
-            check_run(config, clients)
+            check_beginning(config, clients)
         if clients > len(rows):
             print(f"the first {len(rows)} of {clients} clients:", file=sys.stderr)
         print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
@@ -158,7 +164,7 @@ class _Run:
     has_own_rows: bool  # whether the preset is for a user's own rows
 
 
-def check_run(config: RunConfig, clients: int) -> None:
+def check_beginning(config: RunConfig, clients: int) -> None:
     """Check the initial adapter or the run to resume before the run starts.
 
     Raise ``CommandError`` if a file is missing or can't be used. Raise ``ConfigError`` if the run
@@ -181,7 +187,7 @@ def _check_clients(run: Path, clients: int, sample: float) -> None:
     With ``sample`` < 1, only the clients that were drawn are known.
     """
     try:
-        events = read_events(run / METRICS)
+        events = read_events(run / METRICS_FILE)
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
     rounds = [e for e in events if e["event"] in {"round", "evaluation-missing"}]

@@ -92,7 +92,7 @@ class AuditLog:
                 yield event if isinstance(event, dict) else {}
 
 
-def describe(message: Message, reply: Message) -> dict[str, Any]:
+def describe_reply(message: Message, reply: Message) -> dict[str, Any]:
     """Describe the content of a reply: names, sizes and norms, or the text of a problem."""
     config, arrays = config_of(reply), reply.content.array_records.get(ARRAYS)
     if "problem" in config:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from client_app.task import Metrics, Task
+from client_app.task import ClientTask, Metrics
 from federation.messages import LARGEST_METRIC, Answer
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
@@ -17,7 +17,7 @@ from split.client.split_model import SplitModel
 
 
 @dataclass
-class Evaluation:
+class EvaluationResult:
     """The results that an evaluate message requests."""
 
     metrics: Metrics = field(default_factory=dict)  # keyed by ``<model>.<metric>``
@@ -25,7 +25,7 @@ class Evaluation:
     importance: State | None = None  # J at the global adapter, if it was requested
 
     def measure(
-        self, kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: Task
+        self, kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: ClientTask
     ) -> None:
         """Measure a model's held-out loss and, if configured, score its generated answers.
 
@@ -58,7 +58,7 @@ class Evaluation:
         self.metrics |= {f"{kind}.{name}": value for name, value in metrics.items()}
 
 
-def save_final_adapters(task: Task, adapters: Mapping[str, State], peft_config: Any) -> None:
+def save_final_adapters(task: ClientTask, adapters: Mapping[str, State], peft_config: Any) -> None:
     """Save the final adapters for the whole model on the client's disk, in PEFT's format."""
     config, institution = task.config, task.institution
     base = reference(config.model.name, institution.directory)

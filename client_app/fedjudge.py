@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from flwr.common import log
 
-from client_app.evaluation import Evaluation, save_final_adapters
+from client_app.evaluation import EvaluationResult, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
 from client_app.state import ClientState, PrivateRound
-from client_app.task import Metrics, Task, training_metrics
+from client_app.task import ClientTask, Metrics, training_metrics
 from client_app.unfinished_round import UnfinishedRound, private_round
 from federation.messages import ARRAYS, IMPORTANCE
 from federation.run_config import RunConfig
@@ -49,7 +49,7 @@ _TRIAL = [
 ]
 
 
-def train(task: Task) -> tuple[State, Metrics]:
+def train(task: ClientTask) -> tuple[State, Metrics]:
     """Train from the global adapter for one round (FedJudge Algorithm 1, ClientUpdate).
 
     Return the local adapter, and the round's metrics.
@@ -58,7 +58,7 @@ def train(task: Task) -> tuple[State, Metrics]:
         return _train(task, private)
 
 
-def _train(task: Task, private: PrivateRound | None) -> tuple[State, Metrics]:
+def _train(task: ClientTask, private: PrivateRound | None) -> tuple[State, Metrics]:
     model, _ = _model_of(task)
     model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
@@ -100,7 +100,7 @@ def _train(task: Task, private: PrivateRound | None) -> tuple[State, Metrics]:
     return adapter, metrics
 
 
-def _train_alone(task: Task) -> None:
+def _train_alone(task: ClientTask) -> None:
     """Train the model that learns from this client's rows alone, with the steps of the round.
 
     It starts from the run's first adapter, so there is none at a client that missed the first
@@ -129,13 +129,13 @@ def _train_alone(task: Task) -> None:
         state.forget_from(0)
 
 
-def _state_alone(task: Task) -> ClientState:
+def _state_alone(task: ClientTask) -> ClientState:
     """Return the state of the model that this client trains alone."""
     name = f"{task.institution.name}/alone"
     return ClientState(task.config.state_path, task.instruction.lineage, name)
 
 
-def evaluate(task: Task) -> Evaluation:
+def evaluate(task: ClientTask) -> EvaluationResult:
     """Evaluate the base, global, personalised and alone-trained models as requested.
 
     If requested, compute the importance J at the global adapter.
@@ -148,7 +148,7 @@ def evaluate(task: Task) -> Evaluation:
         states["alone"] = _state_alone(task)
     saved = {kind: state.adapter(instruction.round) for kind, state in states.items()}
     own = {kind: state for kind, state in saved.items() if state is not None}
-    result = Evaluation()
+    result = EvaluationResult()
     if instruction.losses:
         if instruction.round == 0:
             with model.without_adapter():
@@ -169,7 +169,7 @@ def evaluate(task: Task) -> Evaluation:
 
 
 def _privately(
-    task: Task,
+    task: ClientTask,
     private: PrivateRound,
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
@@ -206,7 +206,7 @@ def _privately(
     return local_round, PrivateGradients(model, parameters, noise, source=source)
 
 
-def _model_of(task: Task) -> tuple[WholeModel, Any]:
+def _model_of(task: ClientTask) -> tuple[WholeModel, Any]:
     """Return the model, with an adapter, and the tokenizer; both are loaded once per process.
 
     The adapter still has the weights of the previous message: load new weights before use.
@@ -236,7 +236,7 @@ def _importance(model: WholeModel, institution: Institution, config: RunConfig) 
 
 
 def _penalty(
-    task: Task, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
+    task: ClientTask, model: WholeModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Penalty | None:
     """Return the method's penalty on the distance from the global adapter, or None."""
     names = exported_names(model.peft_model)
@@ -249,7 +249,7 @@ def _penalty(
 
 
 def _continual(
-    task: Task,
+    task: ClientTask,
     model: WholeModel,
     parameters: Mapping[str, torch.nn.Parameter],
     anchor: Mapping[str, torch.Tensor],

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from client_app.evaluation import Evaluation, save_final_adapters
+from client_app.evaluation import EvaluationResult, save_final_adapters
 from client_app.institution import PARTS
 from client_app.kept import keep_one
-from client_app.task import Metrics, Task, training_metrics
+from client_app.task import ClientTask, Metrics, training_metrics
 from federation.messages import ARRAYS, BODY, invitation_of, models_of
 from finetuning.adapters.adapter import State, initial_adapter, load_state
 from finetuning.files import Stamps
@@ -24,7 +24,7 @@ from split.protocol.training import RoundPlan
 from split.settings import SplitSettings
 
 
-def train(task: Task) -> tuple[State, Metrics]:
+def train(task: ClientTask) -> tuple[State, Metrics]:
     """Train the head and tail for one round; the server runs the body.
 
     Return the local adapters of the head and tail, and the round's metrics. Raise ``LaneError`` if
@@ -64,7 +64,7 @@ def train(task: Task) -> tuple[State, Metrics]:
     return adapters, training_metrics(report) | traffic | {"lanes": model.lane.opened}
 
 
-def evaluate(task: Task) -> Evaluation:
+def evaluate(task: ClientTask) -> EvaluationResult:
     """Evaluate models on held-out data; the server runs the body.
 
     After the last round, save the whole model's adapters; the message contains the body's part.
@@ -74,7 +74,7 @@ def evaluate(task: Task) -> Evaluation:
     personalised = task.state.adapter(rounds.get("personalised", 0))
     if personalised is not None:
         adapters["personalised"] = personalised
-    result = Evaluation()
+    result = EvaluationResult()
     if task.instruction.losses:
         tokenizer = load_tokenizer(task.institution.directory)
         with _split_model(task, training=False) as model:
@@ -118,7 +118,7 @@ def _load_parts(
 
 
 @contextmanager
-def _split_model(task: Task, training: bool) -> Iterator[SplitModel]:
+def _split_model(task: ClientTask, training: bool) -> Iterator[SplitModel]:
     config, invitation = task.config, invitation_of(task.message)
     task.site.check_lane(invitation.address)
     parts = _load_parts(config.model, config.adapter, config.split, task.institution.model_files)
@@ -128,7 +128,7 @@ def _split_model(task: Task, training: bool) -> Iterator[SplitModel]:
         invitation=invitation,
         parts=parts,
         split=config.split,
-        max_batch_tokens=config.longest,
+        max_batch_tokens=config.max_batch_tokens,
         deadline=task.deadline,
         training=training,
         noise=task.site.policy.split.noise if task.site.policy else 0.0,

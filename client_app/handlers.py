@@ -14,22 +14,22 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from client_app import fedjudge, fl_glm
-from client_app.audit import describe
+from client_app.audit import describe_reply
 from client_app.data import client_name
 from client_app.institution import Institution, base_model_of, open_institution
 from client_app.policy import check_institution
 from client_app.site import Site, open_site, settings_of
 from client_app.state import ClientState
-from client_app.task import Metrics, Task
+from client_app.task import ClientTask, Metrics
 from federation.authentication import AuthenticationError, SignedInstruction
 from federation.messages import (
     ANSWERS,
     SIZE,
     TRAIN_EXAMPLES,
     Instruction,
-    answer,
     answers_record,
     from_arrays,
+    make_reply,
     one_line,
     to_arrays,
 )
@@ -66,7 +66,7 @@ def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
             except Exception as error:
                 reply = _problem(message, context, error)
             if site.policy:
-                site.record("reply", **describe(message, reply))
+                site.record("reply", **describe_reply(message, reply))
         except UserError as error:
             reply = _problem(message, context, error)
         with suppress(AuthenticationError):
@@ -84,7 +84,7 @@ def _problem(message: Message, context: Context, error: Exception) -> Message:
     name = ""
     with suppress(UserError):
         name = str(settings_of(context).get("name", ""))
-    return answer(message, {"name": name, "problem": text})
+    return make_reply(message, {"name": name, "problem": text})
 
 
 def _reason(error: Exception) -> str:
@@ -112,14 +112,14 @@ def query(message: Message, context: Context, site: Site) -> Message:
     if instruction.name_only and site.is_simulated:
         config = parse_run_config(context.run_config)
         _, digests = base_model_of(config)
-        return answer(message, _about(client_name(config.data, site.node), digests))
+        return make_reply(message, _about(client_name(config.data, site.node), digests))
     config, institution = _open(context, site, instruction)
     site.check_budget(config, institution, instruction.round)
     about = _about(institution.name, institution.fingerprint)
     if site.privacy:
-        return answer(message, about | {"withheld": _WITHHELD}, {SIZE: institution.size})
+        return make_reply(message, about | {"withheld": _WITHHELD}, {SIZE: institution.size})
     counts = {TRAIN_EXAMPLES: len(institution.train), "test-examples": len(institution.test)}
-    return answer(message, about, {SIZE: institution.size, **counts})
+    return make_reply(message, about, {SIZE: institution.size, **counts})
 
 
 @app.train()
@@ -160,7 +160,7 @@ def _open(context: Context, site: Site, instruction: Instruction) -> tuple[RunCo
     return config, institution
 
 
-def _task(message: Message, context: Context, site: Site) -> Task:
+def _task(message: Message, context: Context, site: Site) -> ClientTask:
     """Prepare the task of a train or evaluate message, and check that it is permitted."""
     started = time.monotonic()
     instruction = Instruction.of(message)
@@ -172,7 +172,7 @@ def _task(message: Message, context: Context, site: Site) -> Task:
         )
     permitted = site.accept(instruction, config, institution)
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
-    return Task(
+    return ClientTask(
         message=message,
         instruction=permitted,
         config=config,
@@ -185,20 +185,20 @@ def _task(message: Message, context: Context, site: Site) -> Task:
     )
 
 
-def _reply(task: Task, metrics: Metrics, arrays: State | None) -> Message:
+def _reply(task: ClientTask, metrics: Metrics, arrays: State | None) -> Message:
     config = {"name": task.institution.name, "base": task.instruction.base}
     if task.site.privacy:
         # Metrics are computed from private rows without noise.
         metrics, config["withheld"] = {}, _WITHHELD
     elif task.instruction.losses != Instruction.of(task.message).losses:
         config["withheld"] = "the site's policy refuses evaluation (evaluation = false)"
-    if task.site.policy and task.site.policy.min_examples > 1:
+    if task.site.policy and task.site.policy.min_rows > 1:
         # These come from single steps, which may have fewer rows than the policy's minimum.
         single = {"loss-first", "loss-last"}
         if task.config.continual.share:  # the gradient of the last step then determines λ
             single |= {"lambda", "penalty"}
         metrics = {name: value for name, value in metrics.items() if name not in single}
-    return answer(
+    return make_reply(
         message=task.message,
         config=config,
         metrics={SIZE: task.institution.size, **metrics},

@@ -28,8 +28,8 @@ from federation.worker_socket import (
     TRANSFER_SECONDS,
     WorkerError,
     connected_worker,
-    receive,
-    send,
+    receive_frame,
+    send_frame,
 )
 
 app = ClientApp()
@@ -77,19 +77,19 @@ def _ask_worker(path: Path, message: Message, context: Context) -> Message:
     with connected_worker(path) as connection:
         try:
             with suppress(BrokenPipeError):  # the worker may have refused and disconnected
-                send(connection, code_digest().encode())
-            refusal = receive(connection, MAX_TEXT).decode(errors="replace")
+                send_frame(connection, code_digest().encode())
+            refusal = receive_frame(connection, MAX_TEXT).decode(errors="replace")
             if refusal:
                 raise WorkerError(refusal)
-            send(connection, message_to_proto(message).SerializeToString())
-            send(connection, context_to_proto(context).SerializeToString())
+            send_frame(connection, message_to_proto(message).SerializeToString())
+            send_frame(connection, context_to_proto(context).SerializeToString())
         except (OSError, EncodeError) as error:
             raise WorkerError(f"did not receive the message: {error}") from error
         log(INFO, "the worker at %s answers the message", path)
         connection.settimeout(_time_limit(context))
         try:
-            problem = receive(connection, MAX_TEXT).decode(errors="replace")
-            reply = receive(connection)
+            problem = receive_frame(connection, MAX_TEXT).decode(errors="replace")
+            reply = receive_frame(connection)
         except ConnectionError as error:
             raise WorkerEndedError(
                 f"the worker ended before it had answered ({error}); perhaps it ran out of memory"

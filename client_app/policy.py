@@ -236,9 +236,9 @@ def _check_importance(policy: SitePolicy, config: RunConfig) -> None:
     )
     used = config.continual.importance_examples
     require(
-        used >= policy.min_examples or policy.privacy.epsilon is not None,
+        used >= policy.min_rows or policy.privacy.epsilon is not None,
         f"continual.importance-examples = {used}",
-        f"min-examples = {policy.min_examples}",
+        f"min-rows = {policy.min_rows}",
     )
 
 
@@ -280,8 +280,8 @@ def _rows(examples: Iterable[Example]) -> int:
 
 def _check_rows(what: str, rows: int, policy: SitePolicy) -> None:
     # Omit the number of rows, which would reveal how few rows the institution has.
-    fewest = policy.min_examples
-    require(rows >= fewest, f"{what} with too few of its rows", f"min-examples = {fewest}")
+    fewest = policy.min_rows
+    require(rows >= fewest, f"{what} with too few of its rows", f"min-rows = {fewest}")
 
 
 def _at_most(name: str, value: float, key: str, limit: float | None) -> None:

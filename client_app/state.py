@@ -15,7 +15,7 @@ from pathlib import Path
 import platformdirs
 from safetensors.torch import load_file, save_file
 
-from federation.messages import State
+from finetuning.adapters.adapter import State
 from finetuning.files import remove_unfinished, remove_whole, replacing
 
 _KEPT_ROUNDS = 2

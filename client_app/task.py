@@ -26,7 +26,7 @@ _MAX_STEPS_A_SECOND = 1000
 
 
 @dataclass(frozen=True)
-class Task:
+class ClientTask:
     """A train or evaluate message, with all data needed to answer it."""
 
     message: Message

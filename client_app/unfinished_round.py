@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save, save_file
 
 from client_app.code_digest import code_digest
 from client_app.state import PrivateRound
-from client_app.task import Task
+from client_app.task import ClientTask
 from federation.site_policy import PolicyError
 from finetuning.adapters.adapter import State
 from finetuning.files import remove_whole, replacing, write_json, write_secret
@@ -46,7 +46,7 @@ from finetuning.training.optimization import OptimizerState, export_optimizer
 class UnfinishedRound:
     """Stores a round's progress every ``train.checkpoint-minutes``; 0 disables this."""
 
-    def __init__(self, task: Task, draw: str = "") -> None:
+    def __init__(self, task: ClientTask, draw: str = "") -> None:
         self._task, self._draw = task, draw  # ``draw`` identifies a private round's random numbers
         self._folder = task.state.directory / "unfinished"
         self._seconds = 60 * task.config.train.checkpoint_minutes
@@ -102,7 +102,7 @@ class UnfinishedRound:
         return inputs_of(self._task) + self._draw
 
 
-def inputs_of(task: Task) -> str:
+def inputs_of(task: ClientTask) -> str:
     """Return a digest of all that determines a round's result, except a private round's key."""
     config, privacy = task.config, task.site.privacy
     lengths = [len(example.tokens) for example in task.institution.train]
@@ -125,7 +125,7 @@ def inputs_of(task: Task) -> str:
 
 
 @contextmanager
-def private_round(task: Task) -> Iterator[PrivateRound]:
+def private_round(task: ClientTask) -> Iterator[PrivateRound]:
     """Yield a new or continued private round; remove its key when the adapter is complete.
 
     Raise ``PolicyError`` if another process trains a private round of the same run.

@@ -41,9 +41,9 @@ from federation.worker_socket import (
     TRANSFER_SECONDS,
     WorkerError,
     peer_uid,
-    receive,
+    receive_frame,
     refuse_open_folder,
-    send,
+    send_frame,
 )
 
 # Exit status if a supervisor should start the worker again: EX_TEMPFAIL in sysexits.h.
@@ -80,15 +80,15 @@ class Worker:
 
     def _answer(self, caller: socket.socket, app: ClientApp) -> None:
         refusal = self._refusal(caller)
-        send(caller, refusal.encode())
+        send_frame(caller, refusal.encode())
         if refusal:
             log(WARNING, "refused a message: the worker %s", refusal)
             return
         from client_app.institution import release_data
         from finetuning.devices import is_broken
 
-        message = message_from_proto(MessageProto.FromString(receive(caller)))
-        context = context_from_proto(ContextProto.FromString(receive(caller)))
+        message = message_from_proto(MessageProto.FromString(receive_frame(caller)))
+        context = context_from_proto(ContextProto.FromString(receive_frame(caller)))
         if context.run_id != self._run:  # data may be cached for a run with other settings
             release_data()
             self._run = context.run_id
@@ -100,8 +100,8 @@ class Worker:
                 log(ERROR, "a message's handler raised an exception", exc_info=error)
                 problem = type(error).__name__
         try:
-            send(caller, problem.encode())
-            send(caller, reply)
+            send_frame(caller, problem.encode())
+            send_frame(caller, reply)
         finally:
             if is_broken():
                 log(ERROR, "a GPU kernel has failed, so no other can run; the worker exits")
@@ -112,7 +112,7 @@ class Worker:
         uid = peer_uid(caller)
         if uid not in self._uids:
             return f"doesn't answer user {uid}: start it with --allow-uid {uid}"
-        code = receive(caller, len(self._code)).decode(errors="replace")
+        code = receive_frame(caller, len(self._code)).decode(errors="replace")
         if not code == self._code == code_digest():
             return (
                 f"runs code other than the run's app ({self._code:.16} and {code:.16}): restart it "
@@ -147,7 +147,7 @@ class Worker:
                 with suppress(OSError):
                     other, _ = self._listener.accept()
                     with other:
-                        send(other, b"is busy with another message")
+                        send_frame(other, b"is busy with another message")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
 )
 
+from finetuning.adapters.adapter import State
 from finetuning.errors import UserError, printable
 from split.protocol.tickets import Identity, Invitation, Ticket
 
@@ -31,7 +32,7 @@ BODY = {"global": "body", "personalised": "personalised-body"}
 CONFIG = "config"
 LANE = "lane"
 METRICS = "metrics"
-SIZE = "num-examples"
+SIZE = "num-rows"
 # Number of training examples; exceeds the number of rows if a chat template splits conversations.
 TRAIN_EXAMPLES = "train-examples"
 # Answers to held-out questions, sent as text only if the run config and the policy allow it.
@@ -40,8 +41,6 @@ MODELS = ("base", "alone", "global", "personalised")
 
 # Larger metrics could overflow in plots; TensorBoard stores them as float32.
 LARGEST_METRIC = 1e30
-
-State = dict[str, torch.Tensor]
 
 
 class InstructionError(UserError, ValueError):
@@ -151,7 +150,7 @@ def from_arrays(record: ArrayRecord) -> State:
     }
 
 
-def answer(
+def make_reply(
     message: Message,
     config: Mapping[str, Any],
     metrics: Mapping[str, int | float] | None = None,
@@ -160,7 +159,7 @@ def answer(
     """Create a reply.
 
     ``config`` contains at least the client's ``name``; the metrics of replies to train and evaluate
-    messages include ``num-examples``; ``arrays`` is the adapter, or the importance J.
+    messages include ``num-rows``; ``arrays`` is the adapter, or the importance J.
     """
     content = RecordDict({CONFIG: ConfigRecord(dict(config))})
     if metrics is not None:

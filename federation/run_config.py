@@ -303,12 +303,12 @@ class RunConfig(Section):
         return self.row | (answer if self.evaluate.generate else {})
 
     @property
-    def longest(self) -> int:
+    def max_batch_tokens(self) -> int:
         """Maximum number of padded tokens in a client's micro-batch, prefixes included."""
         return max(self.train.batch_size, self.evaluate.batch_size) * sum(self.row.values())
 
     @property
-    def longest_in_training(self) -> int:
+    def max_training_tokens(self) -> int:
         """Maximum number of padded tokens in a micro-batch of training, prefixes included."""
         return self.train.batch_size * sum(self.row.values())
 

@@ -17,7 +17,7 @@ from finetuning.errors import printable
 from finetuning.files import write_file
 from finetuning.settings import names_modules
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 STATUS = "status.json"
 SUMMARY = "summary.txt"
 LOG = "log.txt"

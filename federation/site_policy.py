@@ -165,7 +165,7 @@ class SitePolicy(Table):
         description="Maximum time for a message, in seconds: `round-timeout` or, with "
         "`late-replies`, twice that plus a minute.",
     )
-    min_examples: PositiveInt = Field(
+    min_rows: PositiveInt = Field(
         1,
         description="Minimum number of rows from which each adapter, importance, loss or score "
         "that is sent is computed. A conversation is one row, and so is a line with several "
@@ -183,7 +183,7 @@ class SitePolicy(Table):
     show_answers: bool = Field(
         False,
         description="Whether held-out questions, with reference and generated answers, may be "
-        "sent as text (`evaluate.show-answers`), regardless of `min-examples`. No other text of "
+        "sent as text (`evaluate.show-answers`), regardless of `min-rows`. No other text of "
         "rows is sent.",
     )
     audit_log: AbsolutePath = Field(
@@ -241,7 +241,10 @@ def explain(problem: dict[str, Any]) -> str:
     """Return a key and its error, without the value, which is private to the site."""
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key; docs/policy.md lists all keys"
+        hint = (
+            "the key is now min-rows" if key == "min-examples" else "docs/policy.md lists all keys"
+        )
+        return f"{key}: unknown key; {hint}"
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "string_type":
         reason = "must be text, in quotation marks"

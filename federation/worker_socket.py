@@ -68,9 +68,9 @@ def connected_worker(path: Path) -> Iterator[socket.socket]:
         yield connection
 
 
-send = framing.send
+send_frame = framing.send
 
 
-def receive(connection: socket.socket, max_bytes: int = MAX_BYTES) -> bytearray:
+def receive_frame(connection: socket.socket, max_bytes: int = MAX_BYTES) -> bytearray:
     """Receive a frame; see `split.framing.receive`."""
     return framing.receive(connection, max_bytes)

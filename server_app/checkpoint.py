@@ -19,7 +19,7 @@ _KEPT = 2
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RunCheckpoint:
     """The state of a run after a round."""
 
     progress: Progress
@@ -29,7 +29,7 @@ class Checkpoint:
     metrics_bytes: int  # length of ``metrics.jsonl`` when the checkpoint was saved
 
 
-def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(directory: Path, checkpoint: RunCheckpoint) -> None:
     """Write a checkpoint atomically, and delete all but the last two checkpoints."""
     progress = checkpoint.progress
     groups = {
@@ -54,7 +54,7 @@ def discard_checkpoint(directory: Path, round_number: int) -> None:
         file.unlink()
 
 
-def load_checkpoint(directory: Path) -> Checkpoint:
+def load_run_checkpoint(directory: Path) -> RunCheckpoint:
     """Read the newest checkpoint of a run that can be resumed.
 
     Raise ``ConfigError`` if the checkpoint can't be read.
@@ -73,7 +73,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{newest} can't be read: {error}") from error
-    return Checkpoint(progress, _with_prefix(tensors, "adapter."), **own)
+    return RunCheckpoint(progress, _with_prefix(tensors, "adapter."), **own)
 
 
 def check_base_model(directory: Path, fingerprint: Mapping[str, str]) -> None:

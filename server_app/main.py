@@ -16,7 +16,7 @@ from federation.messages import to_arrays
 from federation.methods import StrategyName
 from federation.run_config import ConfigError, RunConfig, parse_run_config
 from federation.run_folder import (
-    METRICS,
+    METRICS_FILE,
     SUMMARY,
     announce,
     check_resumable,
@@ -32,7 +32,7 @@ from finetuning.files import write_file
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.positions import check_positions
 from finetuning.randomness import derive_seed
-from server_app.checkpoint import Checkpoint, check_base_model, load_checkpoint
+from server_app.checkpoint import RunCheckpoint, check_base_model, load_run_checkpoint
 from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL, FedProx
@@ -58,12 +58,12 @@ def main(grid: Grid, context: Context) -> None:
     directory = open_directory(config)
     with running(directory):
         # Read the checkpoint while holding the lock: the run to resume may have ended just before.
-        checkpoint = checkpoint_of(config, directory)
+        checkpoint = find_checkpoint(config, directory)
         log(INFO, "Results: %s", directory)
         try:
             _run(grid=grid, config=config, directory=directory, checkpoint=checkpoint)
         except BaseException as error:
-            if (directory / METRICS).exists():
+            if (directory / METRICS_FILE).exists():
                 log(INFO, "Results so far: %s", directory)
                 if checkpoint_files(directory):
                     log(INFO, 'To continue: resume = "%s"', directory)
@@ -75,7 +75,7 @@ def main(grid: Grid, context: Context) -> None:
         _show_end(directory)
 
 
-def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: Checkpoint | None) -> None:
+def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: RunCheckpoint | None) -> None:
     kind = STRATEGIES[config.strategy]
     signer, agreed = signer_of(config, grid), agreed_rows_of(grid)
     base = kind.locate_base_model(config)
@@ -155,7 +155,7 @@ def open_directory(config: RunConfig) -> Path:
     return directory
 
 
-def checkpoint_of(config: RunConfig, directory: Path) -> Checkpoint | None:
+def find_checkpoint(config: RunConfig, directory: Path) -> RunCheckpoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
     Raise ``ConfigError`` if the run has already completed its rounds. A run that was killed after
@@ -163,7 +163,7 @@ def checkpoint_of(config: RunConfig, directory: Path) -> Checkpoint | None:
     """
     if not config.resume:
         return None
-    checkpoint, status = load_checkpoint(directory), read_status(directory)
+    checkpoint, status = load_run_checkpoint(directory), read_status(directory)
     finished = checkpoint.progress.finished_rounds
     is_complete = status.phase == "completed" or status.rounds != config.rounds
     if is_complete and _is_over(checkpoint.progress, config):

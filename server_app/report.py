@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from federation.messages import MODELS
 from federation.run_config import RunConfig
-from federation.run_folder import METRICS, Event, read_events
+from federation.run_folder import METRICS_FILE, Event, read_events
 from finetuning.files import write_file
 from finetuning.generated import clients, matters
 from server_app.page import PAGE
@@ -39,7 +39,7 @@ def write_report(directory: Path) -> Path:
     from matplotlib import rc_context
 
     config = json.loads((directory / "config.json").read_bytes())
-    events = read_events(directory / METRICS)
+    events = read_events(directory / METRICS_FILE)
     with rc_context(_RC):
         html = _render(events, config, _started(directory))
     report = directory / "report.html"

@@ -15,7 +15,7 @@ from flwr.common import log
 from safetensors.torch import load_file
 
 from federation.run_config import ConfigError, RunConfig
-from federation.run_folder import METRICS, RunStatus, read_events, results_folder, write_status
+from federation.run_folder import METRICS_FILE, RunStatus, read_events, results_folder, write_status
 from finetuning.adapters.adapter import State, save_adapter
 from finetuning.adapters.model_card import model_card
 from finetuning.errors import printable
@@ -29,7 +29,7 @@ from finetuning.files import (
 )
 from finetuning.model.gguf_file import origin_of
 from finetuning.model.locating import reference
-from server_app.checkpoint import Checkpoint, discard_checkpoint, save_checkpoint
+from server_app.checkpoint import RunCheckpoint, discard_checkpoint, save_checkpoint
 from server_app.report import write_report
 from server_app.tracking import Tracking
 from strategies.journal import Progress
@@ -52,7 +52,7 @@ class Results:
         self._sizes: dict[str, int] = {}
         self._rounds: dict[str, int] = {}
         self._global_round = 0  # round of the saved global adapter
-        self._metrics = directory / METRICS
+        self._metrics = directory / METRICS_FILE
         self._tracking = Tracking(config, directory)
 
     def describe(self, fingerprint: Mapping[str, str]) -> None:
@@ -134,7 +134,7 @@ class Results:
             # Events that the checkpoint refers to must survive a power failure.
             os.fsync(metrics.fileno())
             recorded = metrics.tell()
-        checkpoint = Checkpoint(progress, state, self._sizes, self._rounds, recorded)
+        checkpoint = RunCheckpoint(progress, state, self._sizes, self._rounds, recorded)
         save_checkpoint(self.directory, checkpoint)
         if progress.evaluated:
             self._publish(rounds)
@@ -181,7 +181,7 @@ class Results:
                 shutil.copytree(folder, aside)
         remove_whole(trained.parent)
 
-    def rewind_to(self, checkpoint: Checkpoint) -> None:
+    def rewind_to(self, checkpoint: RunCheckpoint) -> None:
         """Delete data written after a checkpoint; the resumed run writes it again.
 
         Trackers keep repeated rounds twice.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from federation.run_folder import METRICS, Event, read_events
+from federation.run_folder import METRICS_FILE, Event, read_events
 from finetuning.errors import printable
 from server_app.report import is_on_matters, latest_values, questions
 
@@ -20,7 +20,7 @@ _ANSWERING = ("base", "alone", "global")
 
 def summary(directory: Path) -> str:
     """Return a run's summary: the tables of answers (if any) and losses, and the results' paths."""
-    events = read_events(directory / METRICS)
+    events = read_events(directory / METRICS_FILE)
     config = json.loads((directory / "config.json").read_bytes())
     text = io.StringIO()
     console = Console(file=text, width=100, color_system=None)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from federation.messages import State
 from federation.run_config import RunConfig
+from finetuning.adapters.adapter import State
 from finetuning.aggregation.robust_aggregation import (
     MAX_DISTANCE,
     MAX_DISTANCE_EQUAL_STEPS,

@@ -46,7 +46,7 @@ def pull(grid: HttpGrid, identifier: str, max_bytes: int) -> Iterable[Message]:
     return bounded.pull_messages([identifier])
 
 
-def check_size(reply: Message, max_bytes: int) -> None:
+def check_reply_size(reply: Message, max_bytes: int) -> None:
     """Raise ``LargeReplyError`` if a reply's arrays together exceed ``max_bytes``.
 
     Data stored under several names counts once for each name.

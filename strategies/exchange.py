@@ -17,7 +17,7 @@ from federation.authentication import AuthenticationError, Signer, Statement, op
 from federation.flower_internals import ErrorCode, HttpGrid, InMemoryGrid
 from federation.messages import problem_of
 from federation.packed_content import EncryptedArrays
-from strategies.bounded_pull import LargeReplyError, check_size, pull
+from strategies.bounded_pull import LargeReplyError, check_reply_size, pull
 from strategies.silence import SilentClients
 
 # Polling interval for grids without a ``pull_interval``; Flower's simulation grid has one.
@@ -219,7 +219,7 @@ def _from_client(reply: Message, request: _Request) -> Message:
         return _failed(asked, reason or "", code)
     if not is_sender:
         return _failed(asked, "its reply names a different sender")
-    check_size(reply, request.max_bytes)
+    check_reply_size(reply, request.max_bytes)
     if request.statement is not None:
         try:
             open_reply(reply, request.statement)

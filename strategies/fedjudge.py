@@ -9,7 +9,8 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from federation.messages import CONFIG, IMPORTANCE, SIZE, Instruction, State, to_arrays
+from federation.messages import CONFIG, IMPORTANCE, SIZE, Instruction, to_arrays
+from finetuning.adapters.adapter import State
 from finetuning.aggregation.robust_aggregation import ImportanceCap
 from finetuning.aggregation.weighted_mean import WeightedMean
 from strategies.journal import record_scaled

@@ -12,9 +12,10 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from federation.authentication import Signer
-from federation.messages import BODY, LANE, State, from_arrays, lane_record, to_arrays
+from federation.messages import BODY, LANE, from_arrays, lane_record, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus
+from finetuning.adapters.adapter import State
 from finetuning.errors import printable
 from finetuning.model.fingerprint import PARTIES_SHARE
 from finetuning.randomness import derive_seed
@@ -154,7 +155,7 @@ class FLGLM(Rounds):
             train=config.train,
             run=self.progress.lineage,
             rounds=config.rounds,
-            max_batch_tokens=config.longest,
+            max_batch_tokens=config.max_batch_tokens,
             max_columns=config.data.max_length,
             minimum=config.min_nodes,
             max_cached_tokens=config.max_generated_tokens,

@@ -9,8 +9,9 @@ from typing import Any, Literal, Protocol
 
 from flwr.common import log
 
-from federation.messages import MODELS, State
+from federation.messages import MODELS
 from federation.run_folder import LaneStatus, RunStatus
+from finetuning.adapters.adapter import State
 
 # Interval for writing the progress within a round to disk.
 _REFRESH_SECONDS = 10.0

@@ -16,13 +16,13 @@ from federation.messages import (
     ARRAYS,
     SIZE,
     Answer,
-    State,
     answer_events,
     answers_of,
     from_arrays,
     metrics_of,
     withheld_of,
 )
+from finetuning.adapters.adapter import State
 from finetuning.errors import printable
 from finetuning.files import filling
 from strategies.journal import Journal, evaluation_events, underscored

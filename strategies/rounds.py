@@ -13,9 +13,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from federation.authentication import Signer
-from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, State, from_arrays, to_arrays
+from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
+from finetuning.adapters.adapter import State
 from finetuning.model.fingerprint import combine_digests
 from finetuning.model.locating import locate
 from strategies.averaging import Averaging

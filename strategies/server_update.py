@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from federation.messages import State
 from federation.run_config import ServerSettings
+from finetuning.adapters.adapter import State
 
 _TAU = 1e-3  # the degree of adaptivity, as in Reddi et al. and in Flower
 _STEP = "step"  # name of the number of steps in an update's state

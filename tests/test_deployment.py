@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from chambers.__main__ import main
 from chambers.superlink import private_superlink, run_app
-from federation.run_folder import METRICS, read_events
+from federation.run_folder import METRICS_FILE, read_events
 from federation.site_file import VARIABLE
 from tests.client_app.worker_process import RunningWorker, running_worker
 from tests.site_files import write_site
@@ -196,7 +196,7 @@ def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
         stack.enter_context(slowed(worker))
         assert run_app(ROOT, link, UNSIGNED | config) == "finished:completed"
         (waited,) = runs.iterdir()
-        events = read_events(waited / METRICS)
+        events = read_events(waited / METRICS_FILE)
         seconds = {e["client"]: e["seconds"] for e in events if e["event"] == "train"}
         assert seconds["beta"] > 4 * seconds["alpha"]
         config |= {"min-nodes": 1, "round-timeout": 4 * seconds["alpha"]}
@@ -250,7 +250,9 @@ def test_a_reply_after_the_time_limit_is_averaged(checkpoint, client_folders, tm
     }
 
     def rounds() -> list[dict]:
-        return [e for f in runs.glob(f"*/{METRICS}") for e in read_events(f) if e["event"] in kinds]
+        return [
+            e for f in runs.glob(f"*/{METRICS_FILE}") for e in read_events(f) if e["event"] in kinds
+        ]
 
     with private_superlink(tmp_path / "flower", simulated=False) as link, ExitStack() as stack:
         for name in NAMES[:2]:

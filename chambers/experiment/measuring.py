@@ -19,7 +19,7 @@ from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_rec
 from chambers.in_process import run_in_process
 from chambers.settings import count_clients
 from federation.run_config import RunConfig
-from federation.run_folder import METRICS, checkpoint_files, read_events, read_status
+from federation.run_folder import METRICS_FILE, checkpoint_files, read_events, read_status
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
 from finetuning.data.candidates import Continuation
@@ -252,7 +252,7 @@ def _adapters(experiment: Experiment, run: PlannedRun, directory: Path) -> dict[
 
 def _reported(run: PlannedRun, directory: Path, measures: Sequence[Measure]) -> Iterator[Record]:
     """Yield each client's reported training measures, averaged over rounds."""
-    trained = [each for each in read_events(directory / METRICS) if each["event"] == "train"]
+    trained = [each for each in read_events(directory / METRICS_FILE) if each["event"] == "train"]
     for measure in measures:
         for client in sorted({event["client"] for event in trained}):
             values = [e[measure] for e in trained if e["client"] == client and measure in e]

@@ -30,7 +30,7 @@ class RepliesOnly:
         """Pass a request on, or answer it with status 400."""
         if scope["type"] == "http" and scope["path"] == PATH:
             request = Request(scope)
-            problem = find_problem(getattr(request.state, "protobuf_request", None))
+            problem = find_message_problem(getattr(request.state, "protobuf_request", None))
             if problem:
                 address = request.headers.get("x-forwarded-for", "")
                 log(WARNING, "refused a message from %s: %s", address or "an address", problem)
@@ -39,7 +39,7 @@ class RepliesOnly:
         await self._app(scope, receive, send)
 
 
-def find_problem(request: object) -> str:
+def find_message_problem(request: object) -> str:
     """Return why a request to store a message is refused; empty if it isn't.
 
     ``request`` must come from the node that it names, which Flower has checked. The SuperLink

@@ -15,7 +15,7 @@ from split.protocol.tickets import Identity, Invitation
 from split.server.compute import ComputeThread
 from split.server.generation_batch import GenerationBatch
 from split.server.interfaces import Body
-from split.server.session import Session, describe_error
+from split.server.session import Session, describe_lane_error
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def end_lane_on_error(session: Session) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # includes LaneError and ProtocolError
-        session.give_up(describe_error(error))
+        session.give_up(describe_lane_error(error))
     except Exception as error:
         _log.exception("serving %r failed", session.lane)
         session.give_up(f"the server failed ({type(error).__name__})")

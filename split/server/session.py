@@ -23,7 +23,7 @@ _MEMORY = (
 )
 
 
-def describe_error(error: BaseException) -> str:
+def describe_lane_error(error: BaseException) -> str:
     """Return the description of a server's error that a client may see."""
     if isinstance(error, torch.OutOfMemoryError):
         return memory_problem(error, _MEMORY)
@@ -94,7 +94,7 @@ class Session:
             self._owed -= 1
         # Any LaneError except FrameError means that the lane has ended, which ``serve`` handles.
         if not isinstance(error, LaneError) or isinstance(error, FrameError):
-            self.give_up(describe_error(error))
+            self.give_up(describe_lane_error(error))
 
     def put(
         self, priority: Priority, work: Callable[[], None], tokens: int = 0, detail: Any = None

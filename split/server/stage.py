@@ -34,7 +34,7 @@ from split.model.loading import load_parts, locate_parts
 from split.model.part import Part
 from split.model.partition import partition_of
 from split.protocol.frames import Padding
-from split.server.session import describe_error
+from split.server.session import describe_lane_error
 from split.settings import SplitSettings
 
 Tensors = Mapping[str, torch.Tensor]
@@ -185,7 +185,7 @@ class _Blocks:
                 answer = self._answers[fields.pop("call")](tensors, **fields)
             except Exception as error:
                 _log.exception("a call failed")
-                answer, problem = {}, {"error": describe_error(error)}
+                answer, problem = {}, {"error": describe_lane_error(error)}
             send_tensors(stream, answer, **problem)
             if problem and is_broken():
                 raise SystemExit("a kernel has failed on the GPU: start this process again")

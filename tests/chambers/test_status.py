@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from chambers.__main__ import main
 from chambers.status_server import application
 from federation.run_folder import (
-    METRICS,
+    METRICS_FILE,
     RunningError,
     RunStatus,
     is_running,
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_and_completes(values, tmp_path, status):
 
     def look():
         (directory,) = (tmp_path / "runs").iterdir()
-        with (directory / METRICS).open("ab") as lines:  # as while it is being written
+        with (directory / METRICS_FILE).open("ab") as lines:  # as while it is being written
             end = lines.tell()
             lines.write(b'{"event": "tra')
             lines.flush()
@@ -118,13 +118,13 @@ def test_a_run_that_fails_says_why(values, tmp_path, status):
 def test_who_was_scaled_down_is_shown(checkpoint, tmp_path, status):
     directory = write_run(tmp_path / "run", checkpoint, **{"split.head-blocks": 0})
     scaled = {"event": "scaled", "round": 1, "client": "beta", "what": "update", "factor": 0.00123}
-    with (directory / METRICS).open("a") as lines:
+    with (directory / METRICS_FILE).open("a") as lines:
         lines.write(json.dumps(scaled) + "\n")
     _, text = status(directory)
     assert "alpha - - - took part in round 1 beta" in text
     assert "beta - - - took part in round 1; its update was scaled by 0.0012" in text
     late = {"event": "late", "round": 1, "clients": ["gamma"], "participants": ["beta", "gamma"]}
-    with (directory / METRICS).open("a") as lines:
+    with (directory / METRICS_FILE).open("a") as lines:
         lines.write(json.dumps(late) + "\n")
     _, text = status(directory)
     assert "beta - - - took part in round 1 gamma - - - took part in round 1 (late)" in text
@@ -244,7 +244,7 @@ def test_the_status_over_http(run_folder, tmp_path):
             for r in (1, 2)
         ),
     ]
-    (directory / METRICS).write_text("".join(json.dumps(event) + "\n" for event in events))
+    (directory / METRICS_FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
     write_status(
         directory, RunStatus(phase="training", round=2, rounds=3, left_out={"beta": "late"})
     )
@@ -267,7 +267,7 @@ def test_the_status_over_http(run_folder, tmp_path):
         (directory / "report.html").unlink()
         assert "written after the first evaluation" in client.get("/report").text
         assert client.get("/metrics", headers={"Host": "example.org"}).status_code == 400
-        (directory / METRICS).write_text("{}\n{}\n")
+        (directory / METRICS_FILE).write_text("{}\n{}\n")
         assert "line 1" in client.get("/metrics").text
 
 

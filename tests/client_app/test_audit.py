@@ -27,7 +27,7 @@ def test_a_line_says_what_left(site):
         assert line.items() >= (about | {"kind": kind}).items()
         assert line["time"].endswith("+00:00")
     assert query["digests"] > 2
-    assert query["metrics"] == ["num-examples", "test-examples", "train-examples"]
+    assert query["metrics"] == ["num-rows", "test-examples", "train-examples"]
     assert train["arrays"] == evaluate["arrays"] == sorted(reply.content[ARRAYS])
     assert train["metrics"] == sorted(reply.content[METRICS])
     assert train["array-bytes"] == sum(len(a.data) for a in reply.content[ARRAYS].values())
@@ -192,7 +192,7 @@ def test_a_site_without_evaluation_trains_and_says_why_it_is_not_evaluated(
     assert not [e for e in journal.events if e["event"] == "train" and "withheld" in e]
     replies = [r for r in grid.received if r.metadata.src_node_id == 2]
     evaluated = [r.content for r in replies if r.metadata.message_type == "evaluate"]
-    assert [set(content[METRICS]) for content in evaluated] == [{"num-examples"}] * 3
+    assert [set(content[METRICS]) for content in evaluated] == [{"num-rows"}] * 3
     assert ARRAYS in evaluated[1]  # J after round 1, on training rows
     # The site still stores its adapters.
     assert list((tmp_path / "state").glob("*/beta/adapters/global/adapter_model.safetensors"))

@@ -37,6 +37,7 @@ def test_documentation_has_every_key_and_the_templates_are_valid():
     [
         ("max-rouns = 3", "max-rouns: unknown key"),
         ("[split]\nallow = true", "split.allow: unknown key"),
+        ("min-examples = 4", "min-examples: unknown key; the key is now min-rows"),
         ('max-rounds = "3"', "max-rounds: Input should be a valid integer"),
         ("max-rounds = true", "max-rounds: Input should be a valid integer"),
         ("max-rounds = 0", "max-rounds: Input should be greater than 0"),
@@ -91,22 +92,22 @@ REFUSED_RUNS = [
     ("max-seconds = 3600", {"late-replies": True}, "2 * round-timeout + 60 = 7260.0 (max-seconds"),
     ("max-steps = 9", {"train.local-steps": 10**12}, "(max-steps = 9)"),
     ("max-steps = 1", {"train.accumulation": 1}, "steps = 12 (max-steps = 1)"),
-    ("min-examples = 25", {}, "too few of its rows (min-examples = 25)"),
-    ("min-examples = 25", {"train.local-steps": 99}, "too few of its rows (min-examples = "),
+    ("min-rows = 25", {}, "too few of its rows (min-rows = 25)"),
+    ("min-rows = 25", {"train.local-steps": 99}, "too few of its rows (min-rows = "),
     (
-        "min-examples = 4",
+        "min-rows = 4",
         {"train.local-steps": 3, "train.batch-size": 1, "train.accumulation": 1},
-        "too few of its rows (min-examples = 4)",
+        "too few of its rows (min-rows = 4)",
     ),
     (
-        "min-examples = 6",
+        "min-rows = 6",
         {"continual.importance": "client", "continual.importance-examples": 5},
-        "continual.importance-examples = 5 (min-examples = 6)",
+        "continual.importance-examples = 5 (min-rows = 6)",
     ),
     (
-        "min-examples = 6",
+        "min-rows = 6",
         {"continual.importance": "server", "continual.importance-examples": 5},
-        "continual.importance-examples = 5 (min-examples = 6)",
+        "continual.importance-examples = 5 (min-rows = 6)",
     ),
     ("", {"evaluate.generate": True}, "evaluate.generate = true (generation = false)"),
     ("generation = true", SHOWING, "evaluate.show-answers = 1 (show-answers = false)"),
@@ -234,7 +235,7 @@ def test_links_and_relative_paths_lead_out_of_the_folders_too(site, monkeypatch)
 
 
 def test_a_step_has_the_rows_of_all_its_micro_batches(site):
-    site.decide("min-examples = 8")
+    site.decide("min-rows = 8")
     changed = {"train.local-steps": 1, "train.batch-size": 2, "train.accumulation": 4}
     assert ARRAYS in site.ask("train", changed=changed).content
     assert "too few" in site.refusal("train", changed=changed | {"train.accumulation": 3})
@@ -274,9 +275,9 @@ def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field
             {"time_limit": 601.0},
             "the time limit = 601.0 (max-seconds = 600.0)",
         ),
-        ("min-examples = 6", "evaluate", {}, {"losses": True}, "evaluation with too few"),
+        ("min-rows = 6", "evaluate", {}, {"losses": True}, "evaluation with too few"),
         (
-            "generation = true\nmin-examples = 2",
+            "generation = true\nmin-rows = 2",
             "evaluate",
             {"evaluate.generate": True, "evaluate.generate-examples": 1},
             {"losses": True},
@@ -318,7 +319,7 @@ def test_a_message_is_refused_although_its_run_is_allowed(
 @pytest.mark.parametrize(("share", "sent"), [(0.0, {"lambda", "penalty"}), (0.1, set())])
 def test_training_with_the_site_s_own_importance_is_not_refused(site, share, sent):
     """A λ that depends on the last step's gradient isn't sent."""
-    site.decide("min-examples = 6")
+    site.decide("min-rows = 6")
     own = {"continual.importance": "client", "continual.importance-examples": 6}
     own |= {"continual.share": share}
     metrics = site.ask("train", changed=own, round=2, importance=True).content[METRICS]
@@ -344,7 +345,7 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     write("test", 4)
     site.node["data-path"], site.checkpoint = str(data), model
     site.values |= {"model.name": str(model), "train.batch-size": 10, "train.accumulation": 1}
-    site.decide("min-examples = 4")
+    site.decide("min-rows = 4")
     assert ARRAYS in site.ask("train").content
     # Four of the 20 examples, which belong to fewer than four rows.
     few = {"continual.importance-examples": 4}
@@ -357,7 +358,7 @@ def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(s
     one_step = {"train.local-steps": 1, "train.batch-size": 4}
     assert ARRAYS in site.ask("train", changed=one_step).content
     assert "training with too few" in site.refusal("train", changed=one_step, round=3)
-    site.decide("min-examples = 5")
+    site.decide("min-rows = 5")
     for kind in ("query", "train", "evaluate"):
         assert "training with too few of its rows" in site.refusal(kind)
     write("train", 5)
@@ -380,7 +381,7 @@ def test_a_line_is_one_row_though_a_task_makes_many_rows_of_it(site):
     site.node["data-path"] = str(data)
     answered = {"evaluate.generate": True, "evaluate.max-new-tokens": 2}
     site.values |= {"data.task": "multirc", "data.max-length": 64} | answered
-    site.decide("generation = true\nmin-examples = 3")
+    site.decide("generation = true\nmin-rows = 3")
     assert ARRAYS in site.ask("train").content
     assert METRICS in site.ask("evaluate", losses=True).content
     one_line = {"evaluate.generate-examples": 4}
@@ -397,7 +398,7 @@ def test_a_line_is_one_row_though_a_task_makes_many_rows_of_it(site):
 
 def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
     """With 24 rows, the fifth step of 5 rows has only 4, and may be a whole round."""
-    site.decide("min-examples = 5")
+    site.decide("min-rows = 5")
     changed = {"train.batch-size": 5, "train.accumulation": 1, "train.local-steps": 1}
     metrics = site.ask("train", changed=changed, round=4).content[METRICS]
     assert "loss" in metrics and not {"loss-first", "loss-last"} & set(metrics)
@@ -406,7 +407,7 @@ def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
 
 @pytest.mark.parametrize(("fewest", "sent"), [(1, {"loss-first", "loss-last"}), (2, set())])
 def test_losses_of_single_steps_leave_only_where_one_row_is_enough(site, fewest, sent):
-    site.decide(f"min-examples = {fewest}")
+    site.decide(f"min-rows = {fewest}")
     metrics = site.ask("train", changed={"train.local-steps": 2}).content[METRICS]
     assert {"loss-first", "loss-last"} & set(metrics) == sent
 
@@ -458,7 +459,7 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
     )
     assert not site.lines("lane")
     # Steps of four rows: averaging after one is refused; after two, only the lane is refused.
-    site.decide('coordinators = ["a"]\nmin-examples = 8\n[split]\nallowed = true')
+    site.decide('coordinators = ["a"]\nmin-rows = 8\n[split]\nallowed = true')
     values |= {"split.schedule": "hierarchical", "train.accumulation": 4}
     for every, reason in ((1, "training with too few of its rows"), (2, "a lane to unix:")):
         often = values | {"split.average-every": every}

@@ -159,10 +159,10 @@ def test_rows_that_are_no_examples_count_as_others_do(
     monkeypatch.setattr(fedjudge, "train_round", measuring)
     file = policy(20.0)
     own = file.read_text()
-    file.write_text("min-examples = 48\nmax-steps = 11\n" + own)
+    file.write_text("min-rows = 48\nmax-steps = 11\n" + own)
     with pytest.raises(RefusedError, match=r"alpha.*steps = 12 \(max-steps = 11\)"):
         start(settings, Sites(settings, data, {"alpha": file}), MemoryJournal())
-    file.write_text("min-examples = 48\nmax-steps = 12\n" + own)
+    file.write_text("min-rows = 48\nmax-steps = 12\n" + own)
     start(settings, Sites(settings, data, {"alpha": file}), MemoryJournal())
     for number, spent in enumerate(lines(file.with_name("privacy.jsonl"))):
         assert (spent["sampling-rate"], spent["steps"]) == (pytest.approx(4 / 48), 12)
@@ -279,7 +279,7 @@ def test_what_cannot_be_computed_costs_no_epsilon(
 
 def test_held_out_rows_that_are_not_used_may_be_few(settings, client_folders, policy):
     file = policy(20.0)
-    file.write_text("min-examples = 12\n" + file.read_text())
+    file.write_text("min-rows = 12\n" + file.read_text())
     settings |= {"rounds": 1}
     grid = Sites(settings, client_folders, {"alpha": file})
     start(settings, grid, MemoryJournal())

@@ -24,7 +24,7 @@ from client_app.main import FailedInWorkerError, WorkerEndedError, answer
 from client_app.worker import TRY_AGAIN, listening
 from federation.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
 from federation.site_file import VARIABLE
-from federation.worker_socket import MAX_TEXT, WorkerError, receive, send
+from federation.worker_socket import MAX_TEXT, WorkerError, receive_frame, send_frame
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
 from tests.in_process import MemoryJournal, run_in_process
@@ -107,10 +107,10 @@ def status(path: Path, first: bytes = b"", whole: bool = True) -> str:
         connection.connect(str(path))
         with contextlib.suppress(BrokenPipeError):
             if whole:
-                send(connection, first or code_digest().encode())
+                send_frame(connection, first or code_digest().encode())
             else:
                 connection.sendall(first)
-        return receive(connection, MAX_TEXT).decode()
+        return receive_frame(connection, MAX_TEXT).decode()
 
 
 @pytest.mark.slow
@@ -294,8 +294,8 @@ def test_garbage_is_dropped_and_the_next_caller_answered(worker):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(300)
             connection.connect(str(worker.socket))
-            send(connection, code_digest().encode())
-            assert receive(connection, MAX_TEXT) == b""
+            send_frame(connection, code_digest().encode())
+            assert receive_frame(connection, MAX_TEXT) == b""
             connection.sendall(content)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b""

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from bench.harness import make_table, show
 from federation.run_config import Scalar
-from federation.run_folder import METRICS, read_events
+from federation.run_folder import METRICS_FILE, read_events
 from finetuning.generated import examples
 from finetuning.model.tiny import build_tiny
 from tests.deployment.deployment import COMPLETED, Deployment, deployment
@@ -277,7 +277,7 @@ def check_results(folder: Path | None, reference: Path) -> tuple[str, list[str]]
     if folder is None:
         return "", ["it has no results"]
     problems = [f"{file.name} can't be read" for file in _unreadable(folder)]
-    events = read_events(folder / METRICS)
+    events = read_events(folder / METRICS_FILE)
     rounds = [event for event in events if event["event"] == "round"]
     own = load_file(_global_adapter(folder))
     missing = any(event["event"] == "evaluation-missing" for event in events)

@@ -17,7 +17,7 @@ from flwr.common.serde import message_to_proto
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 
 from federation.messages import CONFIG, Instruction
-from federation.run_folder import METRICS, read_events
+from federation.run_folder import METRICS_FILE, read_events
 from tests.deployment.deployment import CHECKOUT, COMPLETED
 from tests.deployment.faults import newest_run, wait_for_end
 from tests.deployment.greedy import BYTES
@@ -87,7 +87,7 @@ class Attack:
 
 
 def events(running, kind):
-    return [e for e in read_events(newest_run(running) / METRICS) if e["event"] == kind]
+    return [e for e in read_events(newest_run(running) / METRICS_FILE) if e["event"] == kind]
 
 
 def accepted(court):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from federation.run_folder import METRICS, read_events
+from federation.run_folder import METRICS_FILE, read_events
 from tests.deployment.conftest import explained, results
 from tests.deployment.deployment import CHECKOUT, COMPLETED
 from tests.deployment.faults import newest_run, resume, wait_for_end
@@ -84,7 +84,7 @@ def test_a_run_whose_serverapp_is_killed_has_failed_and_is_resumed(running):
 
 def rounds(running) -> list[dict]:
     """Return the finished rounds of the newest run."""
-    events = read_events(newest_run(running) / METRICS)
+    events = read_events(newest_run(running) / METRICS_FILE)
     return [event for event in events if event["event"] == "round"]
 
 
@@ -104,7 +104,7 @@ def test_a_split_run_goes_on_after_a_minute_without_lane_superlink_and_proxy(run
         assert not running.status().startswith("finished")
         time.sleep(max(0.0, over - time.monotonic()))
     assert wait_for_end(running) == COMPLETED
-    events = read_events(results(running) / METRICS)
+    events = read_events(results(running) / METRICS_FILE)
     (round_,) = (event for event in events if event["event"] == "round")
     assert round_["participants"] == ["consultation", "court"]
     lanes = {event["client"]: event["lanes"] for event in events if event["event"] == "train"}

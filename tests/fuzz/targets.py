@@ -28,7 +28,7 @@ from chambers.errors import CommandError
 from chambers.models import read_invitation
 from chambers.sheet.blinding import Key, KeyRow
 from chambers.sheet.results import read_sheet
-from client_app.audit import AuditLog, describe
+from client_app.audit import AuditLog, describe_reply
 from federation.authentication import (
     INSTRUCTION,
     AuthenticationError,
@@ -325,7 +325,7 @@ def reply(data):
     if why is None:
         assert from_arrays(message.content.array_records[ARRAYS])["weight"].isfinite().all()
         assert len(answers_of(message)) <= 3
-        json.dumps(describe(message, message), allow_nan=False)
+        json.dumps(describe_reply(message, message), allow_nan=False)
     return None in (joins, why)
 
 

@@ -15,7 +15,7 @@ from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.base_model import locate
 from finetuning.model.fingerprint import fingerprint
 from finetuning.randomness import derive_seed
-from server_app.main import STRATEGIES, checkpoint_of, open_directory
+from server_app.main import STRATEGIES, find_checkpoint, open_directory
 from server_app.main import main as server_app
 from server_app.results import Results
 from strategies.journal import Progress
@@ -80,7 +80,7 @@ def run(
         config.model.name, config.adapter, derive_seed("adapter", config.seed)
     )
     directory = open_directory(config)
-    checkpoint = checkpoint_of(config, directory)
+    checkpoint = find_checkpoint(config, directory)
     results = Results(directory, config, base, peft_config)
     progress = Progress("test")
     if checkpoint is not None:

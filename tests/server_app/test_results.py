@@ -5,7 +5,7 @@ import pytest
 from federation.messages import LARGEST_METRIC
 from federation.run_config import parse_run_config
 from federation.run_folder import read_events
-from server_app.checkpoint import Checkpoint
+from server_app.checkpoint import RunCheckpoint
 from server_app.report import write_report
 from server_app.results import Results
 from strategies.journal import Progress
@@ -42,7 +42,7 @@ def test_a_run_is_resumed_though_its_metrics_have_lost_their_end(results, length
     size, line = file.stat().st_size, len(file.read_bytes().splitlines(keepends=True)[0])
     with file.open("r+b") as metrics:
         metrics.truncate(length)
-    results.rewind_to(Checkpoint(Progress("run", 2), {}, {}, {}, metrics_bytes=size))
+    results.rewind_to(RunCheckpoint(Progress("run", 2), {}, {}, {}, metrics_bytes=size))
     results.record({"event": "round", "round": 3})
     write_report(results.directory)
     kept = [1] if length >= line else []

@@ -7,7 +7,7 @@ import pytest
 
 from federation.run_config import ConfigError, parse_run_config
 from federation.run_folder import check_resumable, checkpoint_files
-from server_app.checkpoint import check_base_model, load_checkpoint
+from server_app.checkpoint import check_base_model, load_run_checkpoint
 from server_app.main import open_directory
 from strategies.participants import TooFewClientsError
 from tests.marks import nightly
@@ -193,7 +193,7 @@ def test_a_damaged_file_is_named(values, here):
     file = directory / "checkpoints" / "round-0001.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"round-0001\.safetensors can't be read"):
-        load_checkpoint(directory)
+        load_run_checkpoint(directory)
 
 
 def test_two_runs_of_one_second_have_folders_of_their_own(values, here):

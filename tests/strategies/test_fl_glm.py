@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from chambers.in_process import InProcessGrid
 from client_app import fl_glm
 from client_app.institution import open_institution
-from federation.messages import ARRAYS, SIZE, Instruction, answer, config_of, one_line
+from federation.messages import ARRAYS, SIZE, Instruction, config_of, make_reply, one_line
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.errors import BaseModelError
 from split.client import connecting
@@ -209,7 +209,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
         if e["event"] == "evaluate" and e["round"] in (0, 2)
     }
     shown = {
-        (e["client"], e["model"]): [answer["text"] for answer in e["answers"]]
+        (e["client"], e["model"]): [make_reply["text"] for make_reply in e["answers"]]
         for e in journal.events
         if e["event"] == "answers"
     }
@@ -229,7 +229,7 @@ def test_answers_through_lanes_are_those_of_the_exported_models(split_values, tm
                 answers = generate_texts(WholeModel(model), tokenizer, prompts, 3, 12)
             scores = score(answers, [prompt.reference for prompt in institution.asked])
             assert {name: scores[name] for name in names} == measured[client, kind]
-            assert shown[client, kind] == [one_line(answer) for answer in answers[:2]]
+            assert shown[client, kind] == [one_line(make_reply) for make_reply in answers[:2]]
     assert max(scores["rouge1"] for scores in measured.values()) > 0
 
 
@@ -281,7 +281,7 @@ def test_a_client_that_replies_without_a_lane_is_left_out_and_named(split_values
                 return super()._answer(message)
             config = {"name": "gamma", "base": Instruction.of(message).base}
             arrays = message.content[ARRAYS]
-            return answer(message, config, {SIZE: 8, "loss": 1.0}, arrays)
+            return make_reply(message, config, {SIZE: 8, "loss": 1.0}, arrays)
 
     values = split_values | {"rounds": 1, "min-nodes": 2, "train.local-steps": 1}
     values |= {"state-path": str(tmp_path)}
@@ -302,7 +302,7 @@ def test_the_last_counted_adapter_survives_rounds_that_do_not_count(split_values
             reply, instruction = super()._answer(message), Instruction.of(message)
             trained = message.metadata.message_type == MessageType.TRAIN
             if trained and instruction.round > 1 and config_of(reply)["name"] == "beta":
-                return answer(message, {"name": "beta", "problem": "the reply was lost"})
+                return make_reply(message, {"name": "beta", "problem": "the reply was lost"})
             return reply
 
     values = split_values | {"rounds": 4, "min-nodes": 2, "state-path": str(tmp_path / "state")}
@@ -336,7 +336,7 @@ def test_nobody_waits_for_a_client_that_has_refused_its_round(split_values, tmp_
                 message.metadata.message_type == MessageType.TRAIN
                 and message.metadata.dst_node_id == 3
             ):
-                return answer(message, {"name": "gamma", "problem": "my policy refuses it"})
+                return make_reply(message, {"name": "gamma", "problem": "my policy refuses it"})
             return super()._answer(message)
 
     values = split_values | {"split.schedule": "client-batch", "rounds": 1, "min-nodes": 2}

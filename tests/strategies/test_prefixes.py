@@ -114,7 +114,10 @@ def test_prefixes_count_among_the_tokens_of_a_run(prefix_values):
     generating = {"evaluate.generate": True, "evaluate.batch-size": 3, "evaluate.max-new-tokens": 7}
     values = prefix_values | generating | {"data.max-length": 50}
     config = parse_run_config(values)
-    assert (config.longest, config.max_generated_tokens) == (3 * (8 + 50), 3 * (8 + 50 + 7))
+    assert (config.max_batch_tokens, config.max_generated_tokens) == (
+        3 * (8 + 50),
+        3 * (8 + 50 + 7),
+    )
     assert config.row_with_answer == {
         "adapter.prefix-length": 8,
         "data.max-length": 50,
@@ -122,7 +125,7 @@ def test_prefixes_count_among_the_tokens_of_a_run(prefix_values):
     }
     values |= {"adapter.kind": "lora"}
     config = parse_run_config(values)
-    assert (config.longest, config.max_generated_tokens) == (3 * 50, 3 * (50 + 7))
+    assert (config.max_batch_tokens, config.max_generated_tokens) == (3 * 50, 3 * (50 + 7))
     config = parse_run_config(values | {"evaluate.generate": False})
     assert (config.row_with_answer, config.max_generated_tokens) == ({"data.max-length": 50}, 0)
 

@@ -28,7 +28,7 @@ from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.superlink.grid import HttpGrid
 
 from federation.authentication import REPLY, SignedInstruction, Signer, signer_of
-from federation.messages import ARRAYS, CONFIG, answer, problem_of, to_arrays
+from federation.messages import ARRAYS, CONFIG, make_reply, problem_of, to_arrays
 from federation.run_config import ConfigError, parse_run_config
 from strategies.exchange import exchange
 from tests.in_process import MemoryJournal
@@ -151,7 +151,7 @@ class SuperLink:
         asked.metadata.__dict__["_message_id"] = identifier
         node = asked.metadata.dst_node_id
         instruction = SignedInstruction.of(asked.content)
-        reply = answer(asked, {"name": str(node)})
+        reply = make_reply(asked, {"name": str(node)})
         reply.metadata.__dict__["_src_node_id"] = node
         if instruction:
             asked.content = instruction.content()

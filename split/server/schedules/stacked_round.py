@@ -39,7 +39,7 @@ from split.server.schedules.gradient_cap import GradientCap
 from split.server.schedules.share_cap import ShareCap
 from split.server.schedules.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
 from split.server.schedules.wait_budget import WaitBudget
-from split.server.session import Session, describe_error
+from split.server.session import Session, describe_lane_error
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class StackedRound:
         """
         reason = "the server failed to compute the clients' micro-batches"
         if isinstance(error, torch.OutOfMemoryError | ConnectionError):
-            reason = describe_error(error)
+            reason = describe_lane_error(error)
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:
             for member in self._members.values():

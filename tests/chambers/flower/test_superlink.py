@@ -5,7 +5,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import Message, Metadata, ObjectTree
 from flwr.proto.node_pb2 import Node
 
-from chambers.flower.superlink import find_problem
+from chambers.flower.superlink import find_message_problem
 
 
 def request(count=1, trees=1, **changed):
@@ -34,4 +34,4 @@ def request(count=1, trees=1, **changed):
     ],
 )
 def test_nodes_can_only_store_own_replies_to_the_coordinator(sent, problem):
-    assert find_problem(sent) == problem
+    assert find_message_problem(sent) == problem

@@ -27,7 +27,7 @@ from chambers.site.authority import INSIDE, open_authority
 from chambers.site.check_coordinator import report_on_coordinator
 from chambers.site.keys import open_instructions, open_node_key
 from chambers.site.release import open_signing_key
-from federation.worker_socket import connected_worker, send
+from federation.worker_socket import connected_worker, send_frame
 from finetuning.model.fingerprint import combine_digests, fingerprint
 from finetuning.model.locating import locate
 from tests.chambers.conftest import another_user, refused
@@ -356,7 +356,7 @@ def test_worker(capsys, site, tmp_path):
         assert f"ok   the worker at {own / 'worker.sock'} is running" in output
         # The worker answers callers in turn, and logs nothing about those who send no message.
         with connected_worker(own / "worker.sock") as caller:
-            send(caller, b"other code")
+            send_frame(caller, b"other code")
             wait_until(lambda: "refused a message" in worker.log.read_text(), 60)
         said = worker.log.read_text().partition("the worker runs the code")[2]
         assert said.count("\n") == 2, said
