@@ -14,6 +14,14 @@ from flwr.common import log
 from google.protobuf.message import EncodeError
 
 from client_app.code_digest import code_digest
+from client_app.worker_socket import (
+    MAX_TEXT,
+    TRANSFER_SECONDS,
+    WorkerError,
+    connected_worker,
+    receive_frame,
+    send_frame,
+)
 from federation.flower_internals import (
     MessageProto,
     context_to_proto,
@@ -23,14 +31,6 @@ from federation.flower_internals import (
 from federation.run_config import ConfigError, parse_run_config
 from federation.site_file import own_settings
 from federation.site_policy import PolicyError
-from federation.worker_socket import (
-    MAX_TEXT,
-    TRANSFER_SECONDS,
-    WorkerError,
-    connected_worker,
-    receive_frame,
-    send_frame,
-)
 
 app = ClientApp()
 

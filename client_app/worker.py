@@ -28,6 +28,14 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from client_app.code_digest import code_digest
+from client_app.worker_socket import (
+    TRANSFER_SECONDS,
+    WorkerError,
+    peer_uid,
+    receive_frame,
+    refuse_open_folder,
+    send_frame,
+)
 from federation.flower_internals import (
     ContextProto,
     MessageProto,
@@ -37,14 +45,6 @@ from federation.flower_internals import (
 )
 from federation.site_file import VARIABLE, own_settings
 from federation.site_policy import PolicyError
-from federation.worker_socket import (
-    TRANSFER_SECONDS,
-    WorkerError,
-    peer_uid,
-    receive_frame,
-    refuse_open_folder,
-    send_frame,
-)
 
 # Exit status if a supervisor should start the worker again: EX_TEMPFAIL in sysexits.h.
 TRY_AGAIN = 75

@@ -25,10 +25,10 @@ from chambers.site.keys import read_node_key
 from chambers.site.programs import PORT
 from chambers.site.report import AdviceError, Report, check_disk, check_gpu, check_model
 from client_app.privacy_account import PrivacyAccount
+from client_app.worker_socket import WorkerError, connected_worker
 from federation.authentication import parse_public_key, read_public_key
 from federation.site_file import VARIABLE, SiteFile, read_site_file
 from federation.site_policy import read_policy
-from federation.worker_socket import WorkerError, connected_worker
 from finetuning.data.files import find_parts, list_names
 from finetuning.data.formats import DataError
 from finetuning.settings import DataSettings

@@ -22,9 +22,9 @@ from chambers.in_process import InProcessGrid
 from client_app.code_digest import code_digest
 from client_app.main import FailedInWorkerError, WorkerEndedError, answer
 from client_app.worker import TRY_AGAIN, listening
+from client_app.worker_socket import MAX_TEXT, WorkerError, receive_frame, send_frame
 from federation.messages import ARRAYS, SIZE, config_of, from_arrays, metrics_of
 from federation.site_file import VARIABLE
-from federation.worker_socket import MAX_TEXT, WorkerError, receive_frame, send_frame
 from tests.client_app.worker_process import ROOT, running_worker
 from tests.conftest import write_rows
 from tests.in_process import MemoryJournal, run_in_process
@@ -44,11 +44,11 @@ import socket, sys, time
 from pathlib import Path
 from client_app.code_digest import code_digest
 from federation.site_file import VARIABLE
-from federation.worker_socket import send
+from client_app.worker_socket import send_frame
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
     for content in (code_digest().encode(), *(Path(name).read_bytes() for name in sys.argv[2:])):
-        send(connection, content)
+        send_frame(connection, content)
     time.sleep(600)
 """
 

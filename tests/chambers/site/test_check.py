@@ -27,7 +27,7 @@ from chambers.site.authority import INSIDE, open_authority
 from chambers.site.check_coordinator import report_on_coordinator
 from chambers.site.keys import open_instructions, open_node_key
 from chambers.site.release import open_signing_key
-from federation.worker_socket import connected_worker, send_frame
+from client_app.worker_socket import connected_worker, send_frame
 from finetuning.model.fingerprint import combine_digests, fingerprint
 from finetuning.model.locating import locate
 from tests.chambers.conftest import another_user, refused
