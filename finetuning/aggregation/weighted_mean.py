@@ -11,6 +11,12 @@ class WeightedMean:
     Sums are float64, so in nearly all cases the result is the exact mean rounded to float32. Add
     states in a fixed order for bit-identical results. The sums take 8 bytes for each parameter,
     regardless of the number of states.
+
+    >>> mean = WeightedMean()
+    >>> mean.add({"weight": torch.tensor([1.0, 2.0])}, 24)
+    >>> mean.add({"weight": torch.tensor([4.0, 2.0])}, 12)
+    >>> mean.result()
+    {'weight': tensor([2., 2.])}
     """
 
     def __init__(self) -> None:
