@@ -1,9 +1,8 @@
 """The run configuration: validation of all settings in ``[tool.flwr.app.config]``."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import (
     BaseModel,
@@ -17,6 +16,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from federation.methods import METHODS, Method, StrategyName
+from federation.server_settings import ServerSettings
+from federation.setting_errors import explain_problem, explain_unknown
 from finetuning.errors import UserError
 from finetuning.settings import (
     AdapterSettings,
@@ -42,29 +43,6 @@ _GRACE_SECONDS = 60.0
 
 class ConfigError(UserError, ValueError):
     """The run configuration is invalid; the message lists all unknown keys and invalid values."""
-
-
-class ServerSettings(Section):
-    """What the server does with the mean of the clients' adapters (Reddi et al., 2021)."""
-
-    update: Literal["mean", "momentum", "adam", "yogi"] = Field(
-        "mean",
-        description="`mean`: the mean is the global adapter (FedJudge Eq. 2). Otherwise, its "
-        "difference from the round's initial adapter is the gradient of FedAvgM (`momentum`), "
-        "FedAdam or FedYogi. Not for `fl-glm`.",
-    )
-    learning_rate: PositiveFloat = Field(
-        1.0,
-        description="Learning rate of `server.update`. `adam` and `yogi` move each weight by "
-        "about this much in a round; 0.01 suits them.",
-    )
-    beta_1: float = Field(0.9, ge=0, lt=1, description="Decay of the momentum from round to round.")
-    beta_2: float = Field(
-        0.99,
-        ge=0,
-        lt=1,
-        description="Decay of the second moment; only for `adam` and `yogi`.",
-    )
 
 
 class RunConfig(Section):
@@ -219,23 +197,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _suits_the_server_update(self) -> "RunConfig":
-        server, usual = self.server, ServerSettings()
-        if server.update == "mean" and server != usual:
-            raise ValueError(
-                "server.learning-rate, server.beta-1 and server.beta-2 are not for server.update = "
-                '"mean"'
-            )
-        if server.update in {"adam", "yogi"} and server.learning_rate == usual.learning_rate:
-            raise ValueError(
-                f'server.update = "{server.update}" needs a smaller server.learning-rate, such as '
-                "0.01"
-            )
-        if server.update == "momentum" and server.beta_2 != usual.beta_2:
-            raise ValueError('server.beta-2 is not for server.update = "momentum"')
-        return self
-
-    @model_validator(mode="after")
     def _can_be_split(self) -> "RunConfig":
         if not self.method.is_split:
             return self
@@ -360,7 +321,9 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     which names every unknown key and every invalid value, with the allowed values.
     """
     fields = {key: field for key, field, _ in leaves(RunConfig())}
-    mistakes = [_unknown(key, value, fields) for key, value in values.items() if key not in fields]
+    mistakes = [
+        explain_unknown(key, value, fields) for key, value in values.items() if key not in fields
+    ]
     nested: dict[str, Any] = {}
     for dotted in values.keys() & fields.keys():
         section, dot, key = dotted.rpartition(".")
@@ -368,7 +331,7 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     try:
         config = RunConfig.model_validate(nested)
     except ValidationError as error:
-        mistakes += [_explain(dict(problem), values, fields) for problem in error.errors()]
+        mistakes += [explain_problem(dict(problem), values, fields) for problem in error.errors()]
     if mistakes:
         raise ConfigError("the run config is invalid:\n" + "\n".join(mistakes))
     return config
@@ -382,51 +345,3 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInf
             yield from leaves(value, key + ".")
         else:
             yield key, field, value
-
-
-def _explain(
-    problem: dict[str, Any], values: Mapping[str, Scalar], fields: Mapping[str, FieldInfo]
-) -> str:
-    """Describe one pydantic error in a line, with the key, its value and the allowed values."""
-    key = ".".join(str(part) for part in problem["loc"])
-    reason = problem["msg"].removeprefix("Value error, ")
-    if key not in fields:
-        return f"  {reason}"
-    if problem["type"] == "string_type":
-        reason = "must be text, in quotation marks"
-    if key == "strategy" and str(values.get(key)).lower() == "fedavg":
-        reason = 'FedAvg is the strategy "fedjudge-base"'
-    return f"  {key} = {values.get(key)!r}: {reason} (allowed: {allowed(fields[key])})"
-
-
-# Settings by their names in other tools.
-_OTHER_NAMES = {
-    "lr": "train.learning-rate",
-    "lora-r": "adapter.rank",
-    "lora-alpha": "adapter.alpha",
-    "target-modules": "adapter.targets",
-    "max-seq-length": "data.max-length",
-    "num-rounds": "rounds",
-}
-
-
-def _unknown(key: str, value: Scalar, fields: Mapping[str, FieldInfo]) -> str:
-    usual = _OTHER_NAMES.get(key.rpartition(".")[2].replace("_", "-").lower())
-    close = [usual] if usual else difflib.get_close_matches(key, list(fields), n=1)
-    hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists all keys"
-    return f"  {key} = {value!r}: unknown key; {hint}"
-
-
-def allowed(field: FieldInfo) -> str:
-    """Describe a field's type and bounds."""
-    annotation = field.annotation
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" if value else '`""`' for value in get_args(annotation))
-    kind = {bool: "true or false", int: "whole number", float: "number", str: "text"}[annotation]  # type: ignore[index]
-    bounds = [
-        f"{sign} {getattr(item, name):g}"
-        for item in field.metadata
-        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
-        if getattr(item, name, None) is not None
-    ]
-    return ", ".join([kind, *bounds])

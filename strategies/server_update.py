@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from federation.run_config import ServerSettings
+from federation.server_settings import ServerSettings
 from finetuning.adapters.adapter import State
 
 _TAU = 1e-3  # the degree of adaptivity, as in Reddi et al. and in Flower

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from federation.run_config import RunConfig, allowed, leaves
+from federation.run_config import RunConfig, leaves
+from federation.setting_errors import describe_allowed
 from federation.site_file import SiteFile
 from federation.site_policy import SitePolicy
 from tests.finetuning.conftest import HYBRIDS
@@ -19,7 +20,7 @@ def run_config_table() -> str:
     for key, field, value in leaves(RunConfig()):
         shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
         meaning = str(field.description).replace("|", "\\|")
-        lines.append(f"| `{key}` | `{shown}` | {allowed(field)} | {meaning} |")
+        lines.append(f"| `{key}` | `{shown}` | {describe_allowed(field)} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

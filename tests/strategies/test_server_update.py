@@ -8,7 +8,8 @@ from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvgM, FedYogi
 
 from federation.messages import from_arrays, to_arrays
-from federation.run_config import ConfigError, ServerSettings, parse_run_config
+from federation.run_config import ConfigError, parse_run_config
+from federation.server_settings import ServerSettings
 from strategies.server_update import server_update
 from tests.in_process import MemoryJournal, run_in_process
 from tests.server_app.test_resume import events, final, run
@@ -31,7 +32,8 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_equal_those_of_flower(name):
     kind, options = UPDATES[name]
-    settings = ServerSettings(update=name, learning_rate=0.5, beta_1=0.8, beta_2=0.95)
+    rates = {key: value for key, value in options.items() if key.startswith("beta")}
+    settings = ServerSettings(update=name, learning_rate=0.5, **({"beta_1": 0.8} | rates))
     update = server_update(settings)
     theirs = kind(min_train_nodes=2, **options)
     ours, state, arrays = drawn(0), {}, to_arrays(drawn(0))
