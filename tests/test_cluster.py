@@ -93,7 +93,7 @@ def test_a_host_that_does_not_share_the_state_is_named(cluster, values, tmp_path
     assert f"state-path ({hidden}) is " in shown and f"shared on host {OTHER}, but " in shown
 
 
-def test_a_host_that_dies_ends_the_run_with_the_names_of_its_clients(cluster, values, tmp_path):
+def test_a_dead_host_ends_the_run_and_its_clients_are_named(cluster, values, tmp_path):
     address, other, _ = cluster
     changed = {"rounds": 2, "train.local-steps": 2000, "train.learning-rate": 1e-6}
     with train(address, values, tmp_path, **changed) as process:

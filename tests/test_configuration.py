@@ -29,7 +29,7 @@ def test_flat_and_parse_are_inverse():
     assert parse_run_config(changed).flat() == changed
 
 
-def test_every_mistake_is_told_at_once_with_key_value_and_what_is_allowed():
+def test_all_mistakes_are_listed_with_what_is_allowed():
     wrong = {
         "strategi": "fedjudge-cl",
         "rounds": -1,

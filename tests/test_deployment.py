@@ -174,9 +174,7 @@ def test_sites_refuse_and_no_error_quotes_a_row(checkpoint, client_folders, tmp_
 
 
 @pytest.mark.nightly
-def test_a_node_ten_times_slower_is_waited_for_or_left_out_as_configured(
-    checkpoint, client_folders, tmp_path, capfd
-):
+def test_a_slow_node_is_waited_for_or_left_out(checkpoint, client_folders, tmp_path, capfd):
     """Beta's worker is paused 90 % of the time; the second run has a shorter time limit."""
     runs = tmp_path / "runs"
     config = {

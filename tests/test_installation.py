@@ -99,7 +99,7 @@ def test_the_installed_package_trains(run, tmp_path, checkpoint, client_folders)
     assert (folder / "report.html").is_file()
 
 
-def test_the_installed_package_signs_the_checkout_s_release(run, tmp_path):
+def test_the_installed_package_signs_the_release(run, tmp_path):
     shown = run("chambers", "site", "sign", "--key", "reviewer/key", "--output", "release")
     assert "release: @chambers/chambers==" in shown
     (file,) = (tmp_path / "empty" / "release").glob("*.fab")

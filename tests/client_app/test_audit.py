@@ -39,9 +39,7 @@ def test_a_line_says_what_left(site):
     assert site.log.stat().st_mode & 0o077 == 0
 
 
-def test_the_log_has_the_distance_between_received_and_trained_adapter(
-    values, client_folders, tmp_path
-):
+def test_the_log_has_the_distance_of_a_trained_adapter(values, client_folders, tmp_path):
     policy, log = tmp_path / "policy.toml", tmp_path / "audit.jsonl"
     own = values | {"strategy": "fedjudge-base", "rounds": 1, "min-nodes": 1}
     del own["data.path"]
@@ -68,7 +66,7 @@ def test_the_log_has_the_distance_between_received_and_trained_adapter(
     assert line["distance"] == pytest.approx(np.linalg.norm(np.concatenate(difference)), rel=1e-5)
 
 
-def test_nothing_leaves_if_the_line_can_t_be_written(site):
+def test_nothing_leaves_if_the_line_cannot_be_written(site):
     site.decide()
     site.log.mkdir()
     for kind in ("query", "train", "evaluate"):
@@ -170,9 +168,7 @@ def test_hidden_states_have_lines_too(values, client_folders, deep_checkpoint, t
         assert order == ["accepted", "lane", "lane-closed", "reply"]
 
 
-def test_a_site_without_evaluation_trains_and_says_why_it_is_not_evaluated(
-    values, client_folders, tmp_path
-):
+def test_a_site_without_evaluation_trains(values, client_folders, tmp_path):
     own = values | {"state-path": str(tmp_path / "state"), "rounds": 2}
     policy = tmp_path / "policy.toml"
     folders = json.dumps([own["model.name"], own["data.path"], own["state-path"]])

@@ -59,7 +59,7 @@ def test_fewer_nodes_than_folders_say_once_who_is_left_out(three_folders, caplog
     assert "num-supernodes=3" in caplog.text
 
 
-def test_more_nodes_than_folders_are_refused_with_the_number_to_use(three_folders):
+def test_more_nodes_than_folders_are_refused(three_folders):
     with pytest.raises(DataError, match=r"3 clients \(court, firm, hospital\).*num-supernodes=3"):
         simulated(three_folders, 0, 4)
 
@@ -76,7 +76,7 @@ def test_a_client_folder_without_a_test_part_holds_out_its_own(three_folders):
     ("pool", "names"),
     [("*", ["court", "firm", "hospital"]), ("hospital, court", ["court", "hospital"])],
 )
-def test_pooled_rows_are_those_of_the_clients_with_the_same_held_out(three_folders, pool, names):
+def test_pooled_rows_are_those_of_the_clients(three_folders, pool, names):
     (three_folders / "hospital" / "test.jsonl").unlink()
     alone = {client.name: client for client in (simulated(three_folders, i, 3) for i in range(3))}
     center = simulated(three_folders, 0, 1, pool=pool)
@@ -97,7 +97,7 @@ def test_pooled_rows_are_those_of_the_clients_with_the_same_held_out(three_folde
         ("court/train.jsonl", ""),
     ],
 )
-def test_a_client_s_name_needs_no_rows(three_folders, path, pool):
+def test_the_name_of_a_client_needs_no_rows(three_folders, path, pool):
     generated = path in {"styles", "matters"}
     source = {"generated": path} if generated else {"path": str(three_folders / path)}
     settings, count = DataSettings(pool=pool, **source), 1 if pool else 3
@@ -138,7 +138,7 @@ def test_schools_have_different_matters_and_are_asked_about_all():
         read_client_data(settings, {"partition-id": 0, "num-partitions": 13}, seed=0)
 
 
-def test_what_can_t_be_pooled_is_refused(three_folders, tmp_path):
+def test_what_cannot_be_pooled_is_refused(three_folders, tmp_path):
     with pytest.raises(DataError, match=r"for one client.*3 SuperNodes.*num-supernodes=1"):
         simulated(three_folders, 0, 3, pool="*")
     with pytest.raises(DataError, match="no client bank; there are court, firm, hospital"):
@@ -206,7 +206,7 @@ def test_clients_are_tested_on_the_labels_that_they_have(tmp_path, partition):
         assert labels[1] <= labels[0]
 
 
-def test_labels_without_test_rows_leave_no_client_untested_in_silence(tmp_path):
+def test_labels_without_test_rows_are_refused(tmp_path):
     write(tmp_path / "train.jsonl", numbered("train", 9), court="a")
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write(json.dumps({"instruction": "Ask", "output": "b", "court": "b"}) + "\n")
@@ -215,7 +215,7 @@ def test_labels_without_test_rows_leave_no_client_untested_in_silence(tmp_path):
         simulated(tmp_path, 1, 2, partition="label", partition_field="court")
 
 
-def test_the_same_seed_gives_the_same_rows_and_another_one_others(tmp_path):
+def test_only_the_same_seed_gives_the_same_rows(tmp_path):
     file = write(tmp_path / "all.jsonl", numbered("row", 60))
     first, again = [simulated(file, 1, 3, seed=0) for _ in range(2)]
     other = simulated(file, 1, 3, seed=1)
@@ -235,7 +235,7 @@ def test_something_is_held_out_and_something_is_left(tmp_path, rows, fraction, h
     assert (len(client.train), len(client.test)) == (rows - held_out, held_out)
 
 
-def test_one_row_can_t_be_held_out_from(tmp_path):
+def test_a_single_row_cannot_be_divided(tmp_path):
     file = write(tmp_path / "all.jsonl", ["lonely"])
     with pytest.raises(DataError, match="client-0 has 1 row and no test file"):
         simulated(file, 0, 1)
@@ -296,7 +296,7 @@ def deployed(node, **settings):
     return read_client_data(DataSettings(**settings), node, 0)
 
 
-def test_a_deployed_node_reads_its_own_data_whatever_the_run_says(three_folders):
+def test_a_deployed_node_reads_only_its_own_data(three_folders):
     court = deployed(
         {"name": "The Court", "data-path": str(three_folders / "court")},
         path="/somewhere/on/the/server",
@@ -314,7 +314,7 @@ def test_a_deployed_node_reads_its_own_data_whatever_the_run_says(three_folders)
     assert outputs(firm.test) == numbered("firm test", 3)
 
 
-def test_places_that_don_t_do_are_named(tmp_path):
+def test_unusable_places_are_named(tmp_path):
     missing = tmp_path / "missing"
     for read in (
         lambda: deployed({"name": "court", "data-path": str(missing)}),
@@ -330,7 +330,7 @@ def test_places_that_don_t_do_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["./data", "../data", "data/court/north", "data/rows.jsonl", "."])
-def test_a_relative_path_is_refused_even_where_it_leads_somewhere(three_folders, monkeypatch, path):
+def test_a_relative_path_is_refused_though_it_exists(three_folders, monkeypatch, path):
     write(three_folders / "data" / "rows.jsonl", ["text"])
     monkeypatch.chdir(three_folders)
     with pytest.raises(DataError, match="must be an absolute path"):
@@ -338,7 +338,7 @@ def test_a_relative_path_is_refused_even_where_it_leads_somewhere(three_folders,
 
 
 @pytest.mark.slow
-def test_what_may_be_a_data_set_s_id_says_that_it_was_taken_for_one():
+def test_a_possible_id_of_a_data_set_is_named_as_one():
     code = (
         "from client_app.data import client_name, read_client_data\n"
         "from finetuning.settings import DataSettings\n"
@@ -358,7 +358,7 @@ def test_what_may_be_a_data_set_s_id_says_that_it_was_taken_for_one():
     )
 
 
-def test_a_task_s_published_files_are_divided_into_prompts(tmp_path):
+def test_published_files_of_a_task_are_divided_into_prompts(tmp_path):
     def official(file, premises):
         rows = [
             {"premise": p, "hypothesis": "so", "label": label, "idx": i}

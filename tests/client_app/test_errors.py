@@ -57,7 +57,7 @@ def test_a_template_that_quotes_a_row_is_not_quoted(site, checkpoint, caplog):
     assert f"odd turn: {SECRET}" in caplog.text  # the site's log has the details
 
 
-def test_rows_that_the_template_rejects_don_t_count_if_bad_rows_are_skipped(site, checkpoint):
+def test_rows_that_the_template_rejects_are_not_counted(site, checkpoint):
     site.decide("generation = true\n")
     site.checkpoint = shutil.copytree(checkpoint, site.folder / "model")
     (site.checkpoint / "chat_template.jinja").write_text(

@@ -10,7 +10,7 @@ from tests.in_process import run_in_process
 BLOCK = 4096  # bytes
 
 
-def test_a_round_that_can_t_be_kept_is_answered_with_the_reason(site, small_disk):
+def test_a_round_that_cannot_be_kept_is_explained(site, small_disk):
     quick = {"train.local-steps": 1, "state-path": str(small_disk / "state")}
     assert ARRAYS in site.ask("train", changed=quick).content
     (own,) = (small_disk / "state").glob("*/court")
@@ -44,9 +44,7 @@ class Filling(InProcessGrid):
         return super().push_messages(messages)
 
 
-def test_a_site_whose_audit_log_is_full_is_left_out_until_there_is_space(
-    values, small_disk, client_folders, tmp_path
-):
+def test_a_full_audit_log_leaves_a_site_out(values, small_disk, client_folders, tmp_path):
     log, policy = small_disk / "audit.jsonl", tmp_path / "policy.toml"
     folders = json.dumps([values["model.name"], str(tmp_path)])
     policy.write_text(f'audit-log = "{log}"\npaths = {folders}\n')

@@ -53,7 +53,7 @@ def test_documentation_has_every_key_and_the_templates_are_valid():
         ("\udcff", "is not TOML"),
     ],
 )
-def test_a_malformed_policy_refuses_everything_and_names_file_and_key(site, text, reason):
+def test_a_malformed_policy_refuses_everything_by_key(site, text, reason):
     path = Path(site.node["policy"])
     path.write_bytes(text.encode(errors="surrogateescape"))
     for kind in ("query", "train", "evaluate"):
@@ -168,7 +168,7 @@ def test_a_run_is_refused_before_it_trains(site, policy, changed, reason):
     assert not site.lines("accepted")
 
 
-def test_the_policy_that_site_join_writes_refuses_adapters_that_tell_words(checkpoint):
+def test_the_template_policy_refuses_adapters_that_tell_words(checkpoint):
     text = (ROOT / "docker" / "policy.toml").read_text()
     policy = SitePolicy.model_validate(tomllib.loads(text))
     embedded = parse_run_config(EMBEDDED | {"model.name": str(checkpoint)})
@@ -257,7 +257,7 @@ def test_a_step_has_the_rows_of_all_its_micro_batches(site):
         ("losses", 1),
     ],
 )
-def test_a_malformed_instruction_is_refused_with_a_policy_or_without(site, field, value):
+def test_a_malformed_instruction_is_refused(site, field, value):
     for _ in range(2):
         for kind in ("train", "evaluate"):
             assert f"the message's {field}" in site.refusal(kind, **{field: value})
@@ -317,7 +317,7 @@ def test_a_message_is_refused_although_its_run_is_allowed(
 
 
 @pytest.mark.parametrize(("share", "sent"), [(0.0, {"lambda", "penalty"}), (0.1, set())])
-def test_training_with_the_site_s_own_importance_is_not_refused(site, share, sent):
+def test_training_with_own_importance_is_not_refused(site, share, sent):
     """A λ that depends on the last step's gradient isn't sent."""
     site.decide("min-rows = 6")
     own = {"continual.importance": "client", "continual.importance-examples": 6}
@@ -327,7 +327,7 @@ def test_training_with_the_site_s_own_importance_is_not_refused(site, share, sen
     assert {"lambda", "penalty"} & set(metrics) == sent
 
 
-def test_a_conversation_is_one_row_though_a_template_makes_many_examples_of_it(site):
+def test_a_conversation_with_many_examples_is_one_row(site):
     """There are 4 rows with 5 answers each, and as many held-out ones."""
     model, data = site.folder / "model", site.folder / "data"
     shutil.copytree(site.checkpoint, model)
@@ -406,13 +406,13 @@ def test_the_last_step_of_an_epoch_is_not_trained_on_alone(site):
 
 
 @pytest.mark.parametrize(("fewest", "sent"), [(1, {"loss-first", "loss-last"}), (2, set())])
-def test_losses_of_single_steps_leave_only_where_one_row_is_enough(site, fewest, sent):
+def test_losses_of_single_steps_need_one_row_to_be_enough(site, fewest, sent):
     site.decide(f"min-rows = {fewest}")
     metrics = site.ask("train", changed={"train.local-steps": 2}).content[METRICS]
     assert {"loss-first", "loss-last"} & set(metrics) == sent
 
 
-def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
+def test_the_site_counts_rounds_itself(site):
     site.decide("max-rounds = 3\nmax-runs = 1")
     quick = {"train.local-steps": 1}
     for _ in range(3):
@@ -427,7 +427,7 @@ def test_rounds_are_counted_by_the_site_whatever_number_they_bear(site):
     assert ARRAYS in site.ask("train", changed=quick).content
 
 
-def test_no_time_is_spent_after_the_message_s_own(site):
+def test_no_time_is_spent_after_that_of_the_message(site):
     """The limit also applies to evaluation, which has no steps."""
     for instruction in ({"losses": True}, {"importance": True}):
         assert "time limit expired" in site.refusal("evaluate", time_limit=1e-6, **instruction)
@@ -482,7 +482,7 @@ def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint
     assert "not in its hub-models or paths" in site.refusal("query", None, model)
 
 
-def test_delta_must_be_less_than_a_row_s_share(site):
+def test_delta_must_be_less_than_the_share_of_a_row(site):
     """With 24 rows, δ = 1/24 would permit publishing one of them unchanged."""
     for delta, is_refused in ((1 / 24, True), (0.04, False)):
         site.decide(f"[privacy]\nepsilon = 100.0\ndelta = {delta!r}")

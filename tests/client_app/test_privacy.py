@@ -174,7 +174,7 @@ def test_rows_that_are_no_examples_count_as_others_do(
     assert len(rounds) == 2
 
 
-def test_the_run_s_seed_does_not_determine_a_private_adapter(settings, client_folders, policy):
+def test_the_seed_does_not_determine_a_private_adapter(settings, client_folders, policy):
     file, kept = policy(30.0), []
     for _ in range(2):
         journal = MemoryJournal()
@@ -207,9 +207,7 @@ def test_a_lost_account_is_written_again_from_the_audit_log(
     )
 
 
-def test_a_proximal_term_spends_no_more_since_it_depends_on_no_row(
-    settings, client_folders, policy
-):
+def test_a_proximal_term_spends_no_more(settings, client_folders, policy):
     spent = []
     for name, changes in (("base", {}), ("prox", {"strategy": "fedprox", "fedprox.mu": 0.1})):
         changes |= {"rounds": 1, "train.local-steps": 2}
@@ -222,9 +220,7 @@ def test_a_proximal_term_spends_no_more_since_it_depends_on_no_row(
     assert spent[0] == spent[1] and len(spent[0]) == 1
 
 
-def test_a_run_that_epsilon_does_not_suffice_for_is_refused_at_its_start(
-    settings, client_folders, policy
-):
+def test_a_run_without_enough_epsilon_is_refused_at_its_start(settings, client_folders, policy):
     file, journal = policy(2.0), MemoryJournal()
     nine = settings | {"rounds": 9}
     with pytest.raises(RefusedError, match=r"alpha.*refuses 54 steps.*\d+ are left"):
@@ -326,9 +322,7 @@ def test_rows_that_a_chat_template_divides_are_refused(settings, policy, checkpo
     assert "beta" in str(error.value) and "alpha" not in str(error.value)
 
 
-def test_a_run_whose_evaluating_clients_all_withhold_importance_is_refused(
-    settings, client_folders, policy
-):
+def test_a_run_without_any_importance_is_refused(settings, client_folders, policy):
     """With ``sample``, one client evaluates, and only that one would compute J."""
     sampled, journal = settings | {"sample": 0.34, "min-nodes": 1, "seed": 1}, MemoryJournal()
     untrained = sampled | {"rounds": 0}
@@ -362,9 +356,7 @@ def test_importance_neither_leaves_nor_steers_the_training(settings, client_fold
         start(settings, grid, MemoryJournal())
 
 
-def test_fedjudge_cl_is_refused_before_training_if_nobody_computes_importance(
-    settings, client_folders, policy
-):
+def test_fedjudge_cl_is_refused_if_nobody_computes_importance(settings, client_folders, policy):
     cl = settings | {"strategy": "fedjudge-cl"}
     files = {name: policy(20.0, name) for name in CLIENTS}
     with pytest.raises(RefusedError, match='use strategy = "fedjudge-base"'):

@@ -19,7 +19,7 @@ def terms(path: Path, epsilon: float, **changes: float) -> SitePolicy:
     return SitePolicy.model_validate({"audit-log": str(path / "audit.jsonl"), "privacy": privacy})
 
 
-def test_epsilon_is_the_library_s_own_over_runs_and_restarts(tmp_path):
+def test_epsilon_over_runs_and_restarts_is_that_of_the_library(tmp_path):
     from opacus.accountants import RDPAccountant
 
     reference = RDPAccountant()
@@ -74,7 +74,7 @@ def test_an_account_with_damaged_or_foreign_lines_is_refused(tmp_path, line):
         PrivacyAccount(terms(tmp_path, 5.0)).spend(PrivateSteps(0.05, 1.0, 1), ABOUT)
 
 
-def test_an_account_with_fewer_steps_than_the_audit_log_is_refused_until_it_is_restored(tmp_path):
+def test_an_account_with_fewer_steps_than_the_log_is_refused(tmp_path):
     folder = tmp_path / "the site's state"
     policy = terms(folder, 5.0)
     account, file = PrivacyAccount(policy), policy.privacy.account_file
@@ -102,7 +102,7 @@ def test_an_account_with_fewer_steps_than_the_audit_log_is_refused_until_it_is_r
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_rates_and_steps_are_those_of_the_run_s_settings(tmp_path):
+def test_rates_and_steps_are_those_of_the_settings(tmp_path):
     settings = TrainSettings(batch_size=2, accumulation=8, epochs=3)
     policy = terms(tmp_path, 1.0, **{"noise-multiplier": 1.25}).privacy
     assert private_steps(policy, settings, 100, 2) == PrivateSteps(0.16, 1.25, 2 * 3 * 7)

@@ -80,9 +80,7 @@ def restored(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_exists", [False, True])
-def test_a_killed_round_equals_an_unbroken_one_and_spends_epsilon_once(
-    killed, tmp_path, caplog, checkpoint_exists
-):
+def test_a_killed_private_round_equals_an_unbroken_one(killed, tmp_path, caplog, checkpoint_exists):
     saved = random.randrange(1, STEPS) if checkpoint_exists else 0
     arguments = killed(saved, random.randrange(max(saved, 1), STEPS))
     account = tmp_path / "site" / "privacy.jsonl"
@@ -116,7 +114,7 @@ def test_a_killed_round_equals_an_unbroken_one_and_spends_epsilon_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["policy", "adapter", "running"])
-def test_other_inputs_have_other_noise_and_two_processes_do_not_share_it(killed, tmp_path, change):
+def test_other_inputs_and_processes_have_other_noise(killed, tmp_path, change):
     values, folders, policy = killed(1, 2)
     (file,) = (tmp_path / "state").rglob("private-round.json")
     key = file.read_bytes()

@@ -124,9 +124,7 @@ def test_an_older_one_and_an_earlier_round_are_refused(signed_site):
     ("seconds", "problem"),
     [(-900, "expired"), (900, "in the future"), (-450, None), (150, None)],
 )
-def test_one_for_another_time_is_refused_unless_the_clocks_may_differ(
-    signed_site, monkeypatch, seconds, problem
-):
+def test_an_instruction_of_another_time_is_refused(signed_site, monkeypatch, seconds, problem):
     now = time.time()
     with monkeypatch.context() as patched:
         patched.setattr(time, "time", lambda: now + seconds)
@@ -139,7 +137,7 @@ def test_one_for_another_time_is_refused_unless_the_clocks_may_differ(
         assert "problem" not in signed_site.answer(message, statement).content[CONFIG]
 
 
-def test_times_of_signing_increase_even_if_the_clock_stands_still(signed_site, monkeypatch):
+def test_times_of_signing_increase_though_the_clock_stands(signed_site, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1e9)
     times = [signed_site.signed("query")[1].time for _ in range(3)]
     assert times[0] < times[1] < times[2]

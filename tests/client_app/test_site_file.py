@@ -60,7 +60,7 @@ def test_a_file_that_any_user_can_change_is_refused(file, which, mode):
     assert str(path) in str(error.value)
 
 
-def test_in_a_folder_with_the_sticky_bit_only_a_file_s_owner_can_replace_it(file):
+def test_the_sticky_bit_lets_only_owners_replace_files(file):
     file.parent.chmod(0o1777)
     assert read_site_file(file).name == "court"
     file.chmod(0o1646)
@@ -129,7 +129,7 @@ def test_a_node_config_that_differs_is_refused_and_logged(site, monkeypatch, nod
         assert site.lines("refused")[-1]["problem"] == problem
 
 
-def test_a_deployed_process_without_a_site_file_refuses_everything(site, monkeypatch):
+def test_without_a_site_file_everything_is_refused(site, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/flwr-clientapp", "--insecure"])
     for node in (dict(site.node), {"partition-id": 0, "num-partitions": 2}):

@@ -58,7 +58,9 @@ def killed(run):
     ],
     ids=lambda changed: changed["strategy"],
 )
-def test_a_killed_client_s_round_equals_an_unbroken_one(values, tmp_path, caplog, changed, model):
+def test_a_round_of_a_killed_client_equals_an_unbroken_one(
+    values, tmp_path, caplog, changed, model
+):
     values |= changed | {"rounds": 2, "train.local-steps": STEPS}
     values |= {"model.name": model} if model else {}
     values |= {"adapter.dropout": 0.1, "train.checkpoint-minutes": 1e-9}

@@ -250,7 +250,7 @@ def as_nobody(path: Path) -> str:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_s_socket_is_not_given_the_message(request_, tmp_path, caplog):
+def test_a_socket_of_another_user_gets_no_message(request_, tmp_path, caplog):
     """The socket's owner is neither the folder's owner nor root."""
     path = tmp_path / "worker.sock"
     with listening_as_nobody(path) as heard:
@@ -321,7 +321,7 @@ def test_a_caller_that_is_killed_ends_the_work(request_, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_s_message_fails_and_the_next_one_falls_back(request_, tmp_path, caplog):
+def test_after_a_killed_worker_messages_fall_back(request_, tmp_path, caplog):
     """The failed message isn't answered again: it may have used a lane, and was counted."""
     with running_worker(tmp_path, request_.data) as worker, ThreadPoolExecutor(1) as pool:
         context = request_.context(worker.socket, **{"train.local-steps": 50})
@@ -336,7 +336,7 @@ def test_a_killed_worker_s_message_fails_and_the_next_one_falls_back(request_, t
         assert "is not running (Connection refused)" in caplog.text
 
 
-def test_a_socket_that_others_could_replace_or_that_is_taken_is_refused(tmp_path):
+def test_a_socket_that_others_could_replace_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with (
         pytest.raises(WorkerError, match="every user can write to"),

@@ -125,7 +125,7 @@ def containers(engine, checkout):
     containers.compose("down", "--timeout", "1")
 
 
-def test_a_run_of_each_method_with_a_restart_of_the_engine_in_between(containers):
+def test_each_method_runs_and_the_engine_restarts(containers):
     """The script ends with the first run."""
     containers.wait_until_ready()
     before = containers.ids()

@@ -73,7 +73,7 @@ def test_units_run_the_programs_of_the_containers(name):
     assert written == set(container.view.mounts) - container.view.read_only
 
 
-def test_a_killed_supernode_returns_after_the_superlink_has_noticed():
+def test_a_killed_supernode_returns_after_it_was_noticed():
     unit = dict(read_unit("chambers-supernode"))
     assert int(unit["RestartSec"]) > HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL
 

@@ -95,7 +95,7 @@ def accepted(court):
 
 
 @pytest.mark.nightly
-def test_nobody_speaks_in_another_s_name(running):
+def test_nobody_speaks_in_the_name_of_another(running):
     """Nor delays others, nor fills the database: only an institution's own replies are stored."""
     court, before = running.hosts["court"], newest_run(running)
     audit, seen = len(audited(court)), len(accepted(court))

@@ -88,7 +88,7 @@ def test_no_spelling_of_a_path_passes_the_proxy(running):
     assert not passed
 
 
-def test_the_proxy_s_log_is_rotated(running, tmp_path):
+def test_the_log_of_the_proxy_is_rotated(running, tmp_path):
     """Rotate it as in docs/operations.md, while SuperNodes continue to send requests."""
     rotate = shutil.which("logrotate", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
     if rotate is None:

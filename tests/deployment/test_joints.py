@@ -143,7 +143,7 @@ def processes(program, name):
 
 
 @pytest.mark.nightly
-def test_a_context_that_another_process_has_replaced_decides_nothing(separate):
+def test_a_replaced_context_decides_nothing(separate):
     """Root takes the token, in place of a user who would have found a way."""
     running, court = separate, separate.hosts["court"]
     superexec = running.programs["court"]["superexec"]

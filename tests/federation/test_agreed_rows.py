@@ -29,7 +29,7 @@ def test_agreements_are_read_as_they_were_written(file):
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"court": 0}', '{"court": "12"}', '{"court": 1.5}']
 )
-def test_a_malformed_file_ends_a_deployment_s_run(file, content):
+def test_a_malformed_file_ends_a_deployed_run(file, content):
     file.parent.mkdir()
     file.write_text(content)
     with pytest.raises(ConfigError, match=f"{file} can't be read: .*chambers site admit"):

@@ -38,7 +38,7 @@ def finished(tmp_path_factory, checkpoint, client_folders):
     return folder, grid, journal
 
 
-def test_the_global_adapter_is_the_weighted_mean_of_the_local_ones(finished):
+def test_the_global_adapter_is_the_weighted_mean(finished):
     _, grid, journal = finished
     replies = [r for r in grid.received if r.metadata.message_type == "train"][:3]
     assert {r.content["config"]["name"] for r in replies} == SIZES.keys()
@@ -124,7 +124,7 @@ def test_every_round_has_the_share_asked_for(values, tmp_path, shuffle):
         assert event["lambda"] > 0
 
 
-def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(finished):
+def test_importance_is_averaged_by_data_size(finished):
     _, grid, _ = finished
     own = [
         r
@@ -145,7 +145,7 @@ def test_importance_is_averaged_by_data_size_and_sent_with_the_next_round(finish
             assert dense.min() >= 0
 
 
-def test_clients_measure_what_they_keep_and_importance_at_the_global_adapter(values, tmp_path):
+def test_clients_measure_what_they_keep(values, tmp_path):
     """Here, J is computed on one row, so it is the absolute gradient of that row's loss."""
     own = values | {"rounds": 2, "continual.importance-examples": 1, "state-path": str(tmp_path)}
     own |= {"train.local-steps": 2}

@@ -24,7 +24,7 @@ class Noting(InProcessGrid):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_keys_are_renewed_every_so_many_rounds_and_at_no_other_time(split_values, tmp_path, every):
+def test_keys_are_renewed_only_after_the_set_rounds(split_values, tmp_path, every):
     values = split_values | {"split.rotate-keys-every": every, "rounds": 4, "min-nodes": 1}
     values |= {"train.local-steps": 1, "state-path": str(tmp_path)}
     grid = Noting(values, {1: {"partition-id": 0, "num-partitions": 3}})

@@ -148,7 +148,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("kind", INVALID)
-def test_an_invalid_reply_is_left_out_by_name_and_the_others_count(values, tmp_path, kind):
+def test_an_invalid_reply_is_left_out_by_name(values, tmp_path, kind):
     """Each kind occurs in a round; a NaN and a missing reply also occur in the next one."""
     how, reason = INVALID[kind]
     count = 2 if kind in {"NaN", "silence"} else 1
@@ -228,7 +228,7 @@ def test_an_array_in_another_order_is_as_good_as_any_other(values, tmp_path):
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
 
 
-def test_importance_that_pushes_away_is_refused_and_none_at_all_is_not(values, tmp_path):
+def test_only_importance_that_pushes_away_is_refused(values, tmp_path):
     def change(reply):
         arrays = reply.content.array_records.get(ARRAYS)
         name = reply.content["config"]["name"]
@@ -308,7 +308,7 @@ def test_a_client_that_is_lost_is_named_with_the_reason(values, tmp_path, code, 
 
 
 @pytest.mark.nightly
-def test_one_who_joins_later_is_asked_first_and_a_silent_one_three_times(values, tmp_path):
+def test_newcomers_are_asked_first_and_silent_ones_thrice(values, tmp_path):
     class Growing(SpyingGrid):
         def get_node_ids(self):
             trained = any(m.metadata.message_type == "train" for m in self.sent)
@@ -331,7 +331,7 @@ def test_one_who_joins_later_is_asked_first_and_a_silent_one_three_times(values,
     assert [m.metadata.dst_node_id for m in asked] == [1, 2, 3, 3, 3]
 
 
-def test_too_few_valid_replies_end_the_run_with_names_and_reasons(values, tmp_path):
+def test_too_few_valid_replies_end_the_run(values, tmp_path):
     own = values | {"state-path": str(tmp_path), "train.local-steps": 1}
     grid = SpyingGrid(own, spoil("beta", INVALID["NaN"][0]))
     with pytest.raises(TooFewClientsError, match=r"2 valid replies.*min-nodes = 3[\s\S]*beta: "):
@@ -411,7 +411,7 @@ def test_names_and_sizes_may_be_at_their_limits(values, tmp_path, key, last, bey
     assert len(event["participants"]) == 3
 
 
-def test_malformed_rows_are_refused_before_training_by_file_and_line(values, tmp_path):
+def test_malformed_rows_are_refused_by_file_and_line(values, tmp_path):
     for name in ("alpha", "beta", "gamma"):
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / name / "train.jsonl").write_text(

@@ -73,9 +73,7 @@ BY_DAY = {"weights of 1,000", "J = 2³⁰"}
     "attack",
     [name if name in BY_DAY else nightly(name) for name in ATTACKS],
 )
-def test_the_others_learn_nearly_as_before_and_go_on_without_gamma(
-    values, deep_checkpoint, tmp_path, attack
-):
+def test_the_others_learn_nearly_as_before_without_gamma(values, deep_checkpoint, tmp_path, attack):
     strategy, kind, value, what = ATTACKS[attack]
     values |= {"strategy": strategy, "min-nodes": 2}
     if strategy in {"serial", "hierarchical"}:
@@ -175,9 +173,7 @@ def test_a_claim_of_many_rows_does_not_take_all_the_weight(
             torch.testing.assert_close(average.double(), mean, rtol=1e-5, atol=1e-9)
 
 
-def test_a_claim_of_many_rows_lowers_the_cap_on_distances_at_the_server(
-    values, deep_checkpoint, tmp_path
-):
+def test_a_claim_of_many_rows_lowers_the_cap_at_the_server(values, deep_checkpoint, tmp_path):
     values |= {"model.name": str(deep_checkpoint), "split.wire-dtype": "float32"}
     values |= {"strategy": "fl-glm", "split.schedule": "hierarchical", "train.local-steps": 2}
     grid = SpyingGrid(values | {"state-path": str(tmp_path)}, claiming(10**9))

@@ -130,7 +130,7 @@ def test_prefixes_count_among_the_tokens_of_a_run(prefix_values):
     assert (config.row_with_answer, config.max_generated_tokens) == ({"data.max-length": 50}, 0)
 
 
-def test_prefixes_and_gradient_checkpointing_are_refused_by_the_config_check(prefix_values):
+def test_prefixes_with_gradient_checkpointing_are_refused(prefix_values):
     with pytest.raises(ConfigError, match=r"model\.gradient-checkpointing = true") as caught:
         parse_run_config(prefix_values | {"model.gradient-checkpointing": True})
     assert 'adapter.kind = "prefix"' in str(caught.value)

@@ -69,7 +69,7 @@ def test_a_signed_run_trains_the_same(values, tmp_path, signer):
 
 
 @pytest.mark.parametrize("forged", ["unauthenticated", "another's", "changed"])
-def test_a_reply_in_another_s_name_is_left_out_by_name(values, tmp_path, signer, forged):
+def test_a_reply_in_the_name_of_another_is_left_out(values, tmp_path, signer, forged):
     """An attacker who stores a reply in a client's name doesn't know the instruction's secret."""
     kept = []
 
@@ -213,15 +213,13 @@ def test_objects_that_someone_has_announced_end_no_run(ask, signer, tmp_path):
     assert ask(superlink, signer, arrays) == dict.fromkeys((1, 2, 3))
 
 
-def test_a_client_whose_message_is_refused_is_left_out_and_the_others_are_asked(
-    ask, signer, tmp_path
-):
+def test_a_client_whose_message_is_refused_is_left_out(ask, signer, tmp_path):
     superlink = SuperLink(tmp_path, refuses={2})
     answers = ask(superlink, signer, to_arrays({"lora_A": torch.ones(2, 3)}))
     assert answers == {1: None, 2: "the message to it could not be sent", 3: None}
 
 
-def test_a_message_whose_objects_were_blocked_is_sent_with_others(ask, signer, tmp_path):
+def test_a_blocked_message_is_sent_with_other_objects(ask, signer, tmp_path):
     superlink = SuperLink(tmp_path, blocks={2})
     assert ask(superlink, signer, to_arrays({"lora_A": torch.ones(2, 3)})) == {
         1: None,

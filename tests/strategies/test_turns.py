@@ -56,7 +56,7 @@ def simulated(clients: int):
         thread.join(10)
 
 
-def test_waiting_for_an_actor_is_not_a_client_s_time(one_run, caplog):
+def test_waiting_for_an_actor_costs_a_client_no_time(one_run, caplog):
     with simulated(clients=4) as (grid, nodes):
         messages = [Message(RecordDict(), n, MessageType.TRAIN, ttl=60.0) for n in nodes]
         silent = SilentClients(grid, 0.1 * SECONDS, {})
