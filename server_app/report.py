@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
@@ -22,12 +21,16 @@ from federation.messages import MODELS
 from federation.run_config import RunConfig
 from federation.run_folder import METRICS_FILE, Event, read_events
 from finetuning.files import write_file
-from finetuning.generated import clients, matters
+from server_app.joining import (
+    Questions,
+    count_right,
+    count_schools,
+    is_on_matters,
+    mean_losses,
+)
 from server_app.page import PAGE
 
 Curve = dict[int, float]  # values by round
-# Texts of answers by client, question and reference, and model.
-Questions = dict[str, dict[tuple[str, str], dict[str, str]]]
 Looks = Mapping[str, tuple[str, str, str]]  # by client: colour, marker, marker as a character
 
 
@@ -107,7 +110,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
         started=started,
         times=_times(events),
         counts=_counts(events),
-        brought=_means(latest) | _right(answers, is_on_matters(config)),
+        brought=mean_losses(latest) | count_right(answers, count_schools(latest, config)),
         latest=latest,
         looks=looks,
         withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
@@ -191,49 +194,6 @@ def _counts(events: Iterable[Event]) -> dict[str, str]:
     return {
         client: ", ".join(f"{own[k]:,} {k}" for k in ("training", "held-out") if k in own) + " rows"
         for client, own in found.items()
-    }
-
-
-def _means(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, dict[str, str]]:
-    """Return the mean loss of each model, over the clients for which all losses are known."""
-    whole = [own for own in latest.values() if len(_known(own.values(), "loss")) == len(own)]
-    if not whole:
-        return {}
-    clients = f"{len(whole)} client" + "s" * (len(whole) > 1)
-    return {
-        f"mean held-out loss (lower is better), {clients}": {
-            name: f"{fmean(own[name]['loss'] for own in whole):.3f}" for name in whole[0]
-        }
-    }
-
-
-def is_on_matters(config: Mapping[str, Any]) -> bool:
-    """Return whether the rows are generated, and each client has some of the topics (matters)."""
-    return not config.get("data.path") and config.get("data.generated") == "matters"
-
-
-def _right(answers: Questions, on_matters: bool) -> dict[str, dict[str, str]]:
-    """Return, by kind of question and model, how many shown answers equal the reference.
-
-    In simulation with ``on_matters``, the last questions of a client are on its own matters.
-    """
-    divided = matters.divide(len(answers), seed=0) if on_matters else []
-    known = {clients.name_client("matters", number): len(own) for number, own in enumerate(divided)}
-    shown: dict[str, dict[str, list[bool]]] = {}
-    for client, own in answers.items():
-        for index, ((_, reference), texts) in enumerate(own.items()):
-            kind = ""
-            if client in known:
-                is_own = index >= len(matters.MATTERS) - known[client]
-                kind = " on own topics" if is_own else " on topics that only others have"
-            for model, text in texts.items():
-                is_right = text.strip() == reference.strip()
-                shown.setdefault(kind, {}).setdefault(model, []).append(is_right)
-    return {
-        f"right answers{kind}": {
-            m: f"{sum(rights[m])} of {len(rights[m])}" for m in MODELS if m in rights
-        }
-        for kind, rights in shown.items()
     }
 
 

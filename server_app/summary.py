@@ -12,7 +12,8 @@ from rich.text import Text
 
 from federation.run_folder import METRICS_FILE, Event, read_events
 from finetuning.errors import printable
-from server_app.report import is_on_matters, latest_values, questions
+from server_app.joining import is_on_matters
+from server_app.report import latest_values, questions
 
 _CHARACTERS = 80  # maximum length of a text in the terminal
 _ANSWERING = ("base", "alone", "global")

@@ -142,7 +142,7 @@ class Rounds(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, None]:
-        """Average the valid replies' adapters by data size (Eq. 2), with capped sizes and updates.
+        """Check replies, and return the next global adapter (see `Averaging`).
 
         Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes``, or
         ``NotFiniteError`` if most clients report that the global adapter is unusable.

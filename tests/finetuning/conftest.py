@@ -117,7 +117,7 @@ def draw_weights(model: Any, scale: float = 1.0, seed: int = 1) -> Any:
 
 @pytest.fixture
 def base(checkpoint: Path) -> BaseModel:
-    """Load the small checkpoint anew, because attaching an adapter changes a model in place."""
+    """Load the small checkpoint again, because attaching an adapter changes a model in place."""
     return load_base_model(ModelSettings(name=str(checkpoint)))
 
 

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from federation.run_folder import read_events
+from server_app.joining import count_schools
 from server_app.report import latest_values, write_report
 from server_app.summary import summary
 
@@ -201,6 +202,15 @@ def test_own_and_other_clients_questions_are_counted_apart(run):
     assert "topicsthatonlyothershaverightanswersonowntopicsbase" in text
     assert "trainedtogether(global)0of1210of12personalised" in text
     assert "school-1:11morequestions" in text and "Question 5?" not in summary(directory)
+
+
+def test_only_clients_that_are_all_schools_have_own_topics():
+    config = {"data.generated": "matters", "data.path": ""}
+    schools = dict.fromkeys(f"school-{number}" for number in range(1, 14))
+    assert count_schools(dict.fromkeys(list(schools)[:3]), config) == 3
+    for names in (schools, {"school-1": 0, "school-3": 0}, {"court": 0}, {}):
+        assert count_schools(names, config) == 0
+    assert count_schools({"school-1": 0}, config | {"data.path": "/rows"}) == 0
 
 
 def test_page_is_escaped_accessible_and_stands_alone(run):

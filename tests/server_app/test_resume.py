@@ -35,7 +35,7 @@ def there(tmp_path):
 
 @pytest.fixture
 def split(values, deep_checkpoint):
-    """Settings of a split run of which one of three clients may be missing."""
+    """Settings of a split run in which one of three clients may be missing."""
     split = {"strategy": "fl-glm", "model.name": str(deep_checkpoint), "min-nodes": 2}
     return values | split | {"train.local-steps": 2, "rounds": 2}
 
