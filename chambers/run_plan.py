@@ -165,7 +165,7 @@ def _leaving(config: RunConfig, base: Path, trained: Sequence[list[Example]]) ->
         size = 2 * tokens * rows_per_step * hidden_size(base) * width
         return f"leaving a client in a round: about {size / 2**20:.1f} MiB of hidden states"
     state, _ = initial_adapter(config.model.name, with_names(base, config.adapter), config.seed)
-    size = 4 * sum(value.numel() for value in state.values())
+    size = 4 * sum(state[name].numel() for name in config.adapter.trained_names(state, 1))
     what = "its adapter and J" if config.averages_importance else "its adapter"
     size *= 1 + config.averages_importance
     return f"leaving a client in a round: {size / 2**20:.1f} MiB ({what}), and metrics"

@@ -117,6 +117,7 @@ def list_facts(run: RunState) -> list[tuple[str, str]]:
         ("State", _state(run)),
         ("Time left", _time_left(run)),
         ("Evaluation", _evaluation(run)),
+        ("Factors", _factor_error(run)),
         ("Throughput", _throughput(run)),
         ("Checkpoint", _checkpoint(run)),
         ("Disk", run.space),
@@ -168,6 +169,18 @@ def _evaluation(run: RunState) -> str:
     return f"after round {last}: mean held-out loss {means}"
 
 
+def _factor_error(run: RunState) -> str:
+    """Return the last error of averaging LoRA's factors instead of their products."""
+    errors = [event for event in run.events if event["event"] == "factors"]
+    if errors:
+        error = f"{100 * errors[-1]['error']:.1f} %"
+        return f"averaging A and B apart had an error of {error} in round {errors[-1]['round']}"
+    if run.config.get("adapter.trained", "both") != "both":
+        return "the average of adapters is exact, as only A or B is trained in a round"
+    masked = run.config.get("sums.enabled")
+    return "error of averaging A and B apart: " + ("hidden by masks" if masked else "unknown")
+
+
 def _throughput(run: RunState) -> str:
     """Return the tokens per second of open lanes or, without lanes, of the last round."""
     lanes, seconds = run.status.lanes, run.status.updated - run.status.since
@@ -181,6 +194,8 @@ def _throughput(run: RunState) -> str:
     last = rounds[-1]["round"]
     trained = [e for e in run.events if e["event"] == "train" and e["round"] == last]
     tokens, steps = (sum(event.get(key, 0) for event in trained) for key in ("tokens", "steps"))
+    if not tokens:  # masked sums: no client reports them
+        return "unknown"
     seconds = max(durations(rounds, "round").get(last, 0.0), 1e-3)
     rate = f"{tokens / seconds:,.0f} tokens/s, {steps / seconds:,.2f} steps/s"
     return f"{rate} in round {last}, of {format_duration(seconds)}"

@@ -126,6 +126,10 @@ class Train:
         if own:
             print(f"settings that aren't named are from the preset {OWN_ROWS}", file=sys.stderr)
             values = read_settings([OWN_ROWS]) | values
+        shown = "evaluate.show-answers"
+        if values.get("sums.enabled") and values.get(shown) and not _names(named, shown):
+            print(f"{shown} = 0, since sums.enabled = true hides clients' answers", file=sys.stderr)
+            values[shown] = 0
         clients = self.clients or count_clients(values)
         # The default of min-nodes depends on ``sample``.
         config = parse_run_config(app_config() | {"min-nodes": 1} | values)
@@ -150,6 +154,10 @@ class Train:
             print(f"the first {len(rows)} of {clients} clients:", file=sys.stderr)
         print(*describe_steps(rows, config), sep="\n", file=sys.stderr)
         return _Run(values, config, clients, data, longest, own)
+
+
+def _names(settings: list[str], key: str) -> bool:
+    return any(setting.partition("=")[0].strip() == key for setting in settings)
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,9 @@ def _check_clients(run: Path, clients: int, sample: float) -> None:
     names = {name for event in rounds for name in event.get("participants", [])}
     names |= {left["client"] for event in rounds for left in event.get("left_out", [])}
     # Include evaluations: a run may have ended in round 1, after evaluating the base model.
-    names |= {event["client"] for event in events if event["event"] == "evaluate"}
+    for event in events:
+        if event["event"] == "evaluate":
+            names |= set(event.get("clients", [event["client"]]))
     if names and (len(names) > clients or (sample == 1 and len(names) != clients)):
         raise CommandError(
             f"{run} has {len(names)} clients; with {clients}, the rows would be divided "

@@ -3,6 +3,7 @@
 Each reply and each lane is recorded on disk before any of its data is sent.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import torch
 from filelock import FileLock
 from flwr.app import Message
 
-from federation.messages import ARRAYS, answers_of, config_of, from_arrays, metrics_of
+from federation.messages import ARRAYS, SUM, answers_of, config_of, from_arrays, metrics_of
 from finetuning.aggregation.robust_aggregation import distance
 from finetuning.errors import UserError
 
@@ -103,15 +104,19 @@ def describe_reply(message: Message, reply: Message) -> dict[str, Any]:
         content["digests"] = len(config["digests"])
     if answers := answers_of(reply):
         content["answers"] = len(answers)
-    if arrays is not None:
-        state = from_arrays(arrays)
-        trained = message.metadata.message_type.partition(".")[0] == "train"
-        received = from_arrays(message.content.array_records[ARRAYS]) if trained else {}
-        norm = distance(state, received or dict.fromkeys(state, torch.zeros(())))
-        content |= {
-            "arrays": sorted(arrays),
-            "array-bytes": sum(len(array.data) for array in arrays.values()),
-            # JSON can't represent infinite numbers and NaN.
-            "distance" if trained else "norm": norm if math.isfinite(norm) else str(norm),
-        }
-    return content
+    if arrays is None:
+        return content
+    content |= {
+        "arrays": sorted(arrays),
+        "array-bytes": sum(len(array.data) for array in arrays.values()),
+    }
+    if SUM in config:  # masked values have no norm; this line proves that they were sent
+        sent = hashlib.sha256(b"".join(arrays[name].data for name in sorted(arrays)))
+        return content | {SUM: config[SUM], "sha256": sent.hexdigest()}
+    state = from_arrays(arrays)
+    trained = message.metadata.message_type.partition(".")[0] == "train"
+    received = from_arrays(message.content.array_records[ARRAYS]) if trained else {}
+    norm = distance(state, received or dict.fromkeys(state, torch.zeros(())))
+    # JSON can't represent infinite numbers and NaN.
+    value = norm if math.isfinite(norm) else str(norm)
+    return content | {"distance" if trained else "norm": value}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from flwr.common import log
 
-from federation.run_config import Scalar
+from federation.run_config import RunConfig, Scalar
 from finetuning.data.files import client_folders, find_parts
 from finetuning.data.formats import DataError, is_data_set_id
 from finetuning.data.layouts import parse_messages
@@ -91,6 +91,23 @@ def client_name(settings: DataSettings, node: Mapping[str, Scalar]) -> str:
     path = Path(settings.path).expanduser()
     folders = _client_folders(path) if path.is_absolute() else []
     return _one_of(folders, index, count).name if folders else f"client-{index}"
+
+
+def own_rank(config: RunConfig, node: Mapping[str, Scalar]) -> int:
+    """Return the rank of this client's adapter, given that ``adapter.ranks`` is set.
+
+    Raise ``DataError`` if the site file has no rank, or one above the run's.
+    """
+    settings = config.adapter
+    if numbers := settings.numbered_ranks:
+        return numbers[int(node.get("partition-id", 0)) % len(numbers)]
+    rank = int(node.get("rank", 0))
+    if not 0 < rank <= settings.rank:
+        raise DataError(
+            f'adapter.ranks = "site" needs a rank up to adapter.rank = {settings.rank} in the site '
+            f"file, which has {rank or 'none'}"
+        )
+    return rank
 
 
 def _one_of(folders: list[Path], index: int, count: int) -> Path:

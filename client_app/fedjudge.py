@@ -25,6 +25,7 @@ from finetuning.adapters.adapter import (
     exported_names,
     load_adapter,
     trainable_parameters,
+    training_only,
 )
 from finetuning.aggregation.robust_aggregation import distance
 from finetuning.data.batching import collate
@@ -62,9 +63,20 @@ def _train(task: ClientTask, private: PrivateRound | None) -> tuple[State, Metri
     model, _ = _model_of(task)
     model.deadline = task.deadline
     load_adapter(model.peft_model, task.arrays[ARRAYS])
+    trained = task.config.adapter.trained_names(task.arrays[ARRAYS], task.instruction.round)
+    with training_only(model.peft_model, trained):
+        adapter, metrics = _train_weights(task, private, model)
+    return {name: adapter[name] for name in trained}, metrics
+
+
+def _train_weights(
+    task: ClientTask, private: PrivateRound | None, model: WholeModel
+) -> tuple[State, Metrics]:
+    """Train the weights that aren't frozen; return the whole local adapter and the metrics."""
     parameters = trainable_parameters(model.peft_model)
     penalty = _penalty(task, model, parameters)
-    optimizer_state = task.saved_optimizer()
+    saved = task.saved_optimizer()
+    own = {key: v for key, v in (saved or {}).items() if key.rpartition(":")[0] in parameters}
     unfinished = UnfinishedRound(task, private.id if private else "")
     stages: TrainableModel = model
     if private:
@@ -79,12 +91,12 @@ def _train(task: ClientTask, private: PrivateRound | None) -> tuple[State, Metri
         local_round=local_round,
         settings=task.config.train,
         penalty=penalty,
-        optimizer_state=optimizer_state,
+        optimizer_state=own or None,
         description=task.title,
         checkpoint=unfinished,
     )
     adapter = export_adapter(model.peft_model)
-    task.save(adapter, optimizer)
+    task.save(adapter, {**(saved or {}), **optimizer})
     metrics = training_metrics(report)
     metrics["distance"] = distance(adapter, task.arrays[ARRAYS])
     if penalty is not None:
@@ -164,7 +176,10 @@ def evaluate(task: ClientTask) -> EvaluationResult:
         peft_config = model.peft_model.peft_config["default"]
         save_final_adapters(task, {"global": adapter} | own, peft_config)
     if instruction.importance:
-        result.importance = _importance(model, task.institution, task.config)
+        next_round = instruction.round + 1
+        names = task.config.adapter.trained_names(adapter, next_round)  # those that J protects
+        with training_only(model.peft_model, names):
+            result.importance = _importance(model, task.institution, task.config)
     return result
 
 

@@ -13,9 +13,9 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
-from client_app import fedjudge, fl_glm
+from client_app import fedjudge, fl_glm, masked_sums
 from client_app.audit import describe_reply
-from client_app.data import client_name
+from client_app.data import client_name, own_rank
 from client_app.institution import Institution, base_model_of, open_institution
 from client_app.policy import check_institution
 from client_app.site import Site, open_site, settings_of
@@ -24,6 +24,7 @@ from client_app.task import ClientTask, Metrics
 from federation.authentication import AuthenticationError, SignedInstruction
 from federation.messages import (
     ANSWERS,
+    RANK,
     SIZE,
     TRAIN_EXAMPLES,
     Instruction,
@@ -34,6 +35,7 @@ from federation.messages import (
     to_arrays,
 )
 from federation.run_config import RunConfig, parse_run_config
+from federation.sums.announcement import ANNOUNCEMENT
 from finetuning.adapters.adapter import State
 from finetuning.devices import memory_problem
 from finetuning.errors import BaseModelError, UserError
@@ -116,10 +118,18 @@ def query(message: Message, context: Context, site: Site) -> Message:
     config, institution = _open(context, site, instruction)
     site.check_budget(config, institution, instruction.round)
     about = _about(institution.name, institution.fingerprint)
+    counts = {SIZE: institution.size}
+    if config.adapter.ranks:
+        counts[RANK] = config.adapter.rank
     if site.privacy:
-        return make_reply(message, about | {"withheld": _WITHHELD}, {SIZE: institution.size})
-    counts = {TRAIN_EXAMPLES: len(institution.train), "test-examples": len(institution.test)}
-    return make_reply(message, about, {SIZE: institution.size, **counts})
+        about["withheld"] = _WITHHELD
+    else:
+        counts |= {TRAIN_EXAMPLES: len(institution.train), "test-examples": len(institution.test)}
+    reply = make_reply(message, about, counts)
+    if config.sums.enabled:
+        own = masked_sums.announce(config, site, institution, instruction.lineage)
+        reply.content[ANNOUNCEMENT] = own
+    return reply
 
 
 @app.train()
@@ -128,6 +138,8 @@ def train(message: Message, context: Context, site: Site) -> Message:
     """Train the global adapter on private data, and reply with the local adapter."""
     task = _task(message, context, site)
     run = fl_glm.train if task.config.method.is_split else fedjudge.train
+    if task.group:
+        return masked_sums.reply_once(task, lambda: masked_sums.update_arrays(task, run(task)[0]))
     adapter, metrics = run(task)
     return _reply(task, metrics, adapter)
 
@@ -138,6 +150,8 @@ def evaluate(message: Message, context: Context, site: Site) -> Message:
     """Evaluate models on held-out data, and compute J if requested."""
     task = _task(message, context, site)
     run = fl_glm.evaluate if task.config.method.is_split else fedjudge.evaluate
+    if task.group:
+        return masked_sums.reply_once(task, lambda: masked_sums.evaluation_arrays(task, run(task)))
     result = run(task)
     reply = _reply(task, result.metrics, result.importance)
     if result.answers:
@@ -153,6 +167,8 @@ def _open(context: Context, site: Site, instruction: Instruction) -> tuple[RunCo
     config = parse_run_config(context.run_config)
     if instruction.targets:
         config = config.with_targets(instruction.targets)
+    if config.adapter.ranks:
+        config = config.with_rank(own_rank(config, site.node))
     site.check_run(config)
     institution = open_institution(config, site.node)
     if site.policy:
@@ -170,6 +186,10 @@ def _task(message: Message, context: Context, site: Site) -> ClientTask:
             f"the base model in {institution.directory} is not the run's: it was changed or "
             "replaced after the run began"
         )
+    group = None
+    if config.sums.enabled:
+        group = masked_sums.group_of(message, site, institution.name)
+        instruction = masked_sums.permitted_by(group, instruction, site.about["kind"])
     permitted = site.accept(instruction, config, institution)
     log(INFO, "%s is ready in %.1f s", institution.name, time.monotonic() - started)
     return ClientTask(
@@ -182,6 +202,7 @@ def _task(message: Message, context: Context, site: Site) -> ClientTask:
         arrays={name: from_arrays(a) for name, a in message.content.array_records.items()},
         # Reading and tokenizing count towards the client's time limit.
         deadline=started + instruction.time_limit,
+        group=group,
     )
 
 

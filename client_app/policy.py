@@ -12,7 +12,7 @@ from typing import Any
 from client_app.institution import Institution
 from federation.messages import Instruction
 from federation.run_config import RunConfig
-from federation.site_policy import PolicyError, SitePolicy
+from federation.site_policy import PolicyError, SitePolicy, SumsPolicy
 from finetuning.adapters.adapted_modules import adapted_modules
 from finetuning.data.batching import steps_per_round
 from finetuning.data.tokenization import Example
@@ -54,6 +54,7 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
     )
     if policy.privacy.epsilon is not None:
         _check_privacy(config)
+    _check_sums(policy.sums, config)
     if config.strategy == "fedjudge-cl":
         _check_importance(policy, config)
     if config.strategy == "fl-glm":
@@ -75,7 +76,11 @@ def check_adapter(policy: SitePolicy, config: RunConfig) -> None:
         else:
             known = any(f".{path}".endswith(f".{name}") for name in named)
             reason = "not in its adapter-targets"
-        require(known, f'adapter.targets = "{settings.targets}", which adapts {path}', reason)
+        asked = f'adapter.targets = "{settings.targets}", which adapts {path}'
+        require(known, asked, reason)
+        # The rows of an embedding that only one member's texts use would appear unsummed.
+        hides = mixes_tokens or not config.sums.enabled or policy.privacy.epsilon is not None
+        require(hides, asked, "sums: the words of one member's rows are not hidden by a sum")
 
 
 def check_institution(policy: SitePolicy, config: RunConfig, institution: Institution) -> None:
@@ -225,6 +230,19 @@ def _check_privacy(config: RunConfig) -> None:
         "privacy.epsilon: rows of a batch are quantised together, so each one changes the "
         "gradients of the others",
     )
+
+
+def _check_sums(policy: SumsPolicy, config: RunConfig) -> None:
+    """Check whether adapters must be, or may be, sent as parts of masked sums."""
+    require(
+        config.sums.enabled or not policy.only,
+        "a run with sums.enabled = false",
+        "sums.only = true",
+    )
+    if config.sums.enabled:
+        require(bool(policy.key), "sums.enabled = true", "it has no table [sums]")
+        share = policy.max_share
+        _at_most(name="max-share", value=config.max_share, key="sums.max-share", limit=share)
 
 
 def _check_importance(policy: SitePolicy, config: RunConfig) -> None:

@@ -12,6 +12,7 @@ from client_app.site import Site
 from client_app.state import ClientState
 from federation.messages import Instruction
 from federation.run_config import RunConfig
+from federation.sums.announcement import Group
 from finetuning.adapters.adapter import State
 from finetuning.data.batching import round_steps, steps_per_round
 from finetuning.errors import DeadlineError
@@ -37,6 +38,7 @@ class ClientTask:
     state: ClientState
     arrays: dict[str, State]  # the message's adapters by record name
     deadline: float  # on the clock of ``time.monotonic``
+    group: Group | None = None  # of masked sums, if the run has them
 
     @property
     def title(self) -> str:

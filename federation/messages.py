@@ -33,6 +33,9 @@ CONFIG = "config"
 LANE = "lane"
 METRICS = "metrics"
 SIZE = "num-rows"
+RANK = "rank"  # of a client's adapter, if ranks differ
+# In replies whose arrays are masked: the digest of all that determines them, in hexadecimal.
+SUM = "sum"
 # Number of training examples; exceeds the number of rows if a chat template splits conversations.
 TRAIN_EXAMPLES = "train-examples"
 # Answers to held-out questions, sent as text only if the run config and the policy allow it.

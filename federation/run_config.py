@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from federation.methods import METHODS, Method, StrategyName
 from federation.server_settings import ServerSettings
 from federation.setting_errors import explain_problem, explain_unknown
+from federation.sum_settings import MIN_GROUP, SumSettings
 from finetuning.errors import UserError
 from finetuning.settings import (
     AdapterSettings,
@@ -146,6 +147,7 @@ class RunConfig(Section):
     server: ServerSettings = Field(default_factory=ServerSettings)
     split: SplitSettings = Field(default_factory=SplitSettings)
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
+    sums: SumSettings = Field(default_factory=SumSettings)
 
     @field_validator("output_dir", "state_path", "resume", "initial_adapter")
     @classmethod
@@ -194,6 +196,38 @@ class RunConfig(Section):
                 raise ValueError(
                     f'{key} = {values[key]} is not for strategy = "{self.strategy}": {reason}'
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_summed(self) -> "RunConfig":
+        if not self.sums.enabled:
+            return self
+        if self.late_replies:
+            raise ValueError("late-replies = true is not for sums.enabled = true")
+        if self.evaluate.shown:
+            raise ValueError(
+                f"evaluate.show-answers = {self.evaluate.show_answers} would send single clients' "
+                "texts; set it to 0 for sums.enabled = true"
+            )
+        if self.min_nodes < MIN_GROUP:
+            raise ValueError(
+                f"sums.enabled = true needs min-nodes of at least {MIN_GROUP}: the sum of two "
+                "clients' updates would tell each the other's"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_have_ranks(self) -> "RunConfig":
+        basis = "the components of the adapters change in every round"
+        for key, is_used in (
+            ('strategy = "fedjudge-cl"', self.method.penalty == "continual"),
+            ('train.optimizer-state = "keep"', self.train.optimizer_state == "keep"),
+            (f'server.update = "{self.server.update}"', self.server.update != "mean"),
+            ("late-replies = true", self.late_replies),
+            ("sums.enabled = true", self.sums.enabled),
+        ):
+            if self.adapter.ranks and is_used:
+                raise ValueError(f"adapter.ranks is not for {key}: {basis}")
         return self
 
     @model_validator(mode="after")
@@ -298,6 +332,10 @@ class RunConfig(Section):
         """Return the configuration with the names that were found from ``adapter.targets``."""
         adapter = self.adapter.model_copy(update={"targets": targets})
         return self.model_copy(update={"adapter": adapter})
+
+    def with_rank(self, rank: int) -> "RunConfig":
+        """Return the configuration of a client with an adapter of this rank."""
+        return self.model_copy(update={"adapter": self.adapter.with_rank(rank)})
 
     def with_max_length(self, tokens: int) -> "RunConfig":
         """Return this configuration for rows of at most ``tokens`` tokens."""

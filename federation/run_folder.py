@@ -41,6 +41,7 @@ _MAY_CHANGE = {
     "instruction-key",
     "data.path",
     "model.devices",
+    "sums.members",
     "train.checkpoint-minutes",
     "split.window",
     "split.body-devices",
@@ -65,6 +66,7 @@ _NEEDS = {
     "scaled": {"client", "round", "what", "factor"},
     "evaluation-missing": {"round", "left_out"},
     "lane": {"client", "round", "purpose"},
+    "factors": {"round", "error"},
 }
 
 

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from federation.names import RULE, is_name
 from federation.run_config import Scalar
@@ -35,6 +35,11 @@ class SiteFile(Table):
         "",
         description="Socket of the [resident worker](operations.md#run-a-resident-worker). Absent: "
         "there is none.",
+    )
+
+    rank: PositiveInt | None = Field(
+        None,
+        description='Rank of this institution\'s adapter in runs with `adapter.ranks = "site"`.',
     )
 
     @field_validator("name")

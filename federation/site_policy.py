@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from federation.methods import StrategyName
+from federation.sum_settings import MIN_GROUP
 from finetuning.errors import UserError
 from finetuning.settings import Section
 
@@ -94,6 +95,37 @@ class PrivacyPolicy(Table):
     def account_file(self) -> Path:
         """Path of the privacy account."""
         return Path(self.account or platformdirs.user_state_path("chambers") / "privacy.jsonl")
+
+
+class SumsPolicy(Table):
+    """Masked sums: the coordinator learns only the sum of the adapters of a group."""
+
+    only: bool = Field(
+        False,
+        description="Whether runs without [masked sums](masked-sums.md) are refused, which the "
+        "other members of the group require.",
+    )
+    members: AbsolutePath = Field(
+        "",
+        description="Absolute path of the reviewer's signed list of groups, members.json. "
+        "Required in the table `[sums]`, like the next two; without the table, no sums.",
+    )
+    reviewers: AbsolutePath = Field(
+        "", description="Absolute path of `trusted.yaml`, whose reviewers may sign the list."
+    )
+    key: AbsolutePath = Field(
+        "",
+        description="Absolute path of this institution's private key, `peer`, which "
+        "`chambers site join` writes.",
+    )
+    min_peers: int = Field(
+        MIN_GROUP,
+        ge=MIN_GROUP,
+        description="Minimum number of members of the group, including this institution.",
+    )
+    max_share: float = Field(
+        0.5, gt=0, le=1, description="Maximum of `max-share`, a member's largest share of a sum."
+    )
 
 
 class SitePolicy(Table):
@@ -193,6 +225,14 @@ class SitePolicy(Table):
     )
     split: SplitPolicy = SplitPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()
+    sums: SumsPolicy = SumsPolicy()
+
+    @model_validator(mode="after")
+    def _can_sum(self) -> Self:
+        sums = self.sums
+        if "sums" in self.model_fields_set and not (sums.members and sums.reviewers and sums.key):
+            raise ValueError("sums needs members, reviewers and key")
+        return self
 
     @model_validator(mode="after")
     def _names_block_servers(self) -> Self:

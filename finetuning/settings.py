@@ -5,7 +5,8 @@ from these models and those in ``split/settings.py``.
 """
 
 import re
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -102,6 +103,48 @@ class AdapterSettings(Section):
         "modules' paths, such as `.*\\.[0-7]\\..*\\.[qv]_proj` for eight blocks. Empty: PEFT's "
         "default for the architecture, else `all-linear`.",
     )
+
+    ranks: str = Field(
+        "",
+        pattern=r"^(|site|[1-9]\d*(, ?[1-9]\d*)*)$",
+        description="[Ranks of single clients](training.md#ranks-for-unequal-machines), up to "
+        "`adapter.rank`: numbers separated by commas, which simulated clients have in turn; or "
+        "`site`, the `rank` of each site file. Empty: all have `adapter.rank`. Not with J, masked "
+        "sums, or optimizers that keep their states.",
+    )
+    trained: Literal["both", "b", "alternating"] = Field(
+        "both",
+        description="Which LoRA matrices clients train and send: both; only B, while A stays at "
+        "its random start (FFA-LoRA); or B in odd and A in even rounds (RoLoRA). With one, the "
+        "average of the adapters is that of the models ([exactly](training.md#exact-averages)), "
+        "and clients send half as much. Not for `fl-glm`.",
+    )
+
+    @model_validator(mode="after")
+    def _has_factors(self) -> Self:
+        if self.kind == "prefix" and self.trained != "both":
+            raise ValueError(f'adapter.trained = "{self.trained}" is for adapter.kind = "lora"')
+        if self.ranks and (self.kind == "prefix" or self.trained != "both"):
+            raise ValueError('adapter.ranks is for adapter.kind = "lora" with trained = "both"')
+        if too_large := [rank for rank in self.numbered_ranks if rank > self.rank]:
+            raise ValueError(f"adapter.ranks contains {too_large[0]}; adapter.rank is {self.rank}")
+        return self
+
+    @property
+    def numbered_ranks(self) -> list[int]:
+        """The ranks of simulated clients, in turn; empty if all have the same or sites decide."""
+        return [] if self.ranks in {"", "site"} else [int(n) for n in self.ranks.split(",")]
+
+    def with_rank(self, rank: int) -> "AdapterSettings":
+        """Return the settings of a client of this rank, whose products have the same scale."""
+        alpha = self.alpha * rank / self.rank
+        return self.model_copy(update={"rank": rank, "alpha": alpha})
+
+    def trained_names(self, names: Iterable[str], round_number: int) -> list[str]:
+        """Return those of an adapter's names, in PEFT's saved format, that a round trains."""
+        is_b = self.trained == "b" or round_number % 2 == 1
+        mark = {"both": ""}.get(self.trained, ".lora_B." if is_b else ".lora_A.")
+        return [name for name in names if mark in name]
 
     @property
     def columns_before(self) -> int:

@@ -23,7 +23,8 @@ def mean_losses(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, dict[str
     ]
     if not whole:
         return {}
-    clients = f"{len(whole)} client" + "s" * (len(whole) > 1)
+    count = sum(len(next(iter(own.values())).get("clients", [""])) for own in whole)
+    clients = f"{count} client" + "s" * (count > 1)
     return {
         f"mean held-out loss (lower is better), {clients}": {
             name: f"{fmean(own[name]['loss'] for own in whole):.3f}" for name in whole[0]

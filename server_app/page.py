@@ -61,6 +61,9 @@ svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif 
 <h1>{{ title }}</h1>
 <p>{{ started ~ " · " if started }}{{ rounds|length }} of {{ config["rounds"] }} rounds finished
 {%- for kind, time in times.items() %} · {{ kind }} {{ time }}{% endfor %}</p>
+{% if config["sums.enabled"] %}
+<p>The coordinator received masked sums of groups: no client's adapter, importance or loss.</p>
+{% endif %}
 <h2>{{ "What joining brought" if "alone" in models else "Results on held-out rows" }}</h2>
 {% if brought %}<table class="main"><thead><tr><td></td>{% for what in brought %}
 <th scope="col">{{ what }}</th>{% endfor %}</tr></thead>
@@ -113,6 +116,7 @@ clients' adapters. Personalised: a client's own adapter after its last local tra
 <h2>Participation</h2>
 <div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
 <th scope="col">Left out</th><th scope="col">Scaled down</th>
+<th scope="col" class="number">Error of averaging A and B apart</th>
 <th scope="col" class="number">Seconds</th></tr></thead>
 {% for round in rounds %}
 <tr><th scope="row">{{ round.round }}</th><td>{{ round.participants|join(", ") }}
@@ -121,8 +125,11 @@ clients' adapters. Personalised: a client's own adapter after its last local tra
 {{ left.client }}: {{ left.reason }}<br>{% endfor %}</td>
 <td>{% for own in scaled if own.round == round.round %}{{ own.client }}: {{ own.what }}
 × {{ "%.2g"|format(own.factor) }}<br>{% endfor %}</td>
+<td class="number">{% if round.round in errors %}
+{{ "%.2f %%"|format(100 * errors[round.round]) }}
+{% else %}{{ "hidden by masks" if config["sums.enabled"] else "-" }}{% endif %}</td>
 <td class="number">{{ "%.1f"|format(round.seconds) if round.seconds is number }}</td></tr>
-{% else %}<tr><td colspan="5">No round has finished yet.</td></tr>{% endfor %}
+{% else %}<tr><td colspan="6">No round has finished yet.</td></tr>{% endfor %}
 </table></div>
 {% for event in unevaluated %}
 <p>Not evaluated after round {{ event.round }}:

@@ -64,6 +64,8 @@ def latest_values(events: Iterable[Event]) -> dict[str, dict[str, Event]]:
         # Text isn't generated in every round: keep the previous score if there is no new one.
         known = {key: value for key, value in event.items() if value is not None}
         models.get(event.get("model", ""), {}).update(known)
+    for name in {name for event in chosen for name in event.get("clients", ())}:
+        latest.pop(name, None)  # only the mean of its group is known
     for models in latest.values() if has_alone else ():
         # A client whose training alone has failed has no such model any more.
         if models["alone"].get("round", 0) < models["global"].get("round", 0):
@@ -125,6 +127,7 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
         },
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
+        errors={e["round"]: e["error"] for e in events if e["event"] == "factors"},
         scaled=[note for note in notes if note["event"] == "scaled"],
         unevaluated=[note for note in notes if note["event"] == "evaluation-missing"],
         lanes=_lanes(events),

@@ -89,14 +89,17 @@ class Results:
         self._tracking.record(event)
 
     def keep_personalised(
-        self, client: str, state: State | Path, round_number: int, size: int
+        self, client: str, state: State | Path | None, round_number: int, size: int
     ) -> None:
         """Save a client's personalised adapter until ``checkpoint`` copies it to its final folder.
 
         ``adapters/clients`` contains only adapters of evaluated rounds: if the run ends before the
         evaluation and is resumed, the round may be repeated without this client.
         """
-        self._sizes[client], self._rounds[client] = size, round_number
+        self._sizes[client] = size
+        if state is None:
+            return
+        self._rounds[client] = round_number
         self._save_adapter(
             folder=self._trained(round_number) / client,
             state=state,

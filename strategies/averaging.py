@@ -1,9 +1,11 @@
 """How the server averages adapters: by data size, with caps, then the server's update."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from federation.run_config import RunConfig
 from finetuning.adapters.adapter import State
+from finetuning.aggregation.mixed_ranks import average_ranks
 from finetuning.aggregation.robust_aggregation import (
     MAX_DISTANCE,
     MAX_DISTANCE_EQUAL_STEPS,
@@ -38,20 +40,28 @@ class Averaging:
         state_of: StateOf,
         reference: State,
         update_state: State,
+        ranked: Iterable[tuple[str, State]] | None = None,
     ) -> tuple[State, State]:
         """Return the global adapter after a round, and the next state of ``server.update``.
 
         ``sizes`` are the clients' data sizes, ``reference`` is the round's initial adapter, and
-        ``update_state`` the state of ``server.update`` from before the round.
+        ``update_state`` the state of ``server.update`` from before the round. If ranks differ,
+        ``ranked`` contains the clients' tensors by name and client, and ``state_of`` returns
+        adapters with the components of ``reference`` that a client lacks.
         """
         counted = self.counted(sizes)
         factors = self._factors(sizes, state_of, reference)
         self._record(round_number, sizes, counted, factors)
-        mean = self._mean(counted, factors, state_of, reference)
+        if ranked is None:
+            mean = self._mean(counted, factors, state_of, reference)
+        else:
+            mean = average_ranks(_scaled(ranked, factors, reference), counted, reference)
         return self._update.apply(reference, mean, update_state)
 
     def counted(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the data sizes to use as weights, limited by agreements and ``max-share``."""
+        if self._config.sums.enabled:  # of groups, whose members have limited their shares
+            return dict(sizes)
         believed = believed_sizes(sizes, self._participants.agreed)
         return counted_sizes(believed, self._config.max_share)
 
@@ -59,6 +69,8 @@ class Averaging:
         """Return each client's largest distance, as a multiple of the clients' median."""
         usual = MAX_DISTANCE_EQUAL_STEPS if self._config.train.local_steps else MAX_DISTANCE
         most = self._config.max_distance or usual
+        if self._config.sums.enabled:  # of groups, too few of which have no meaningful median
+            return dict.fromkeys(sizes, most if len(sizes) > 2 else math.inf)
         return update_caps(sizes, self._participants.agreed, most)
 
     def _factors(
@@ -92,3 +104,15 @@ class Averaging:
         for name, factor in factors.items():
             mean.add(scale_update(state_of(name), reference, factor), counted[name])
         return mean.result()
+
+
+def _scaled(
+    tensors: Iterable[tuple[str, State]], factors: Mapping[str, float], reference: State
+) -> Iterator[tuple[str, State]]:
+    """Shorten the updates in tensors by name and client, whose ranks may be smaller."""
+    for name, values in tensors:
+        scaled: State = {}
+        for client, value in values.items():
+            own = reference[name][: value.shape[0], : value.shape[1]]
+            scaled |= {client: scale_update({name: value}, {name: own}, factors[client])[name]}
+        yield name, scaled

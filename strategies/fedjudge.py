@@ -9,11 +9,12 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from federation.messages import CONFIG, IMPORTANCE, SIZE, Instruction, to_arrays
+from federation.messages import CONFIG, IMPORTANCE, Instruction, to_arrays
 from finetuning.adapters.adapter import State
 from finetuning.aggregation.robust_aggregation import ImportanceCap
 from finetuning.aggregation.weighted_mean import WeightedMean
 from strategies.journal import record_scaled
+from strategies.masked_sums import GroupMeans
 from strategies.participants import RefusedError, TooFewClientsError
 from strategies.replies import Replies
 from strategies.rounds import Rounds
@@ -59,26 +60,26 @@ class FedJudgeCL(FedJudgeBase):
         wanted = averaged and 0 < server_round < self.config.rounds
         return replace(super()._evaluation(server_round), importance=wanted)
 
-    def _use_importance(self, replies: Replies) -> None:
-        """Average J over the clients, weighted by data size and capped by ``ImportanceCap``."""
+    def _use_importance(self, replies: Replies | GroupMeans) -> None:
+        """Average J over the clients or groups, weighted by data size, within ``ImportanceCap``."""
         server_round = self.progress.finished_rounds
         if not self._evaluation(server_round).importance:
             return
-        if not replies.metrics:
-            raise TooFewClientsError(
-                f"no client computed the importance of the weights after round {server_round}"
-            )
-        counted = self._averaging.counted(
-            {name: metrics[SIZE] for name, metrics in replies.metrics.items()}
-        )
         cap = ImportanceCap()
-        for _, values in replies.tensors():
+        # Too few groups of masked sums have no typical values.
+        is_capped = len(replies.sizes) > 2 or not self.config.sums.enabled
+        for _, values in replies.tensors() if is_capped else ():
             cap.add(values)
+        counted = self._averaging.counted(replies.sizes)
         importance: State = {}
         for key, values in replies.tensors():
             mean = WeightedMean()
             for name, value in cap.cap(values).items():
                 mean.add({key: value}, counted[name])
             importance |= mean.result()
+        if not importance:
+            raise TooFewClientsError(
+                f"no client computed the importance of the weights after round {server_round}"
+            )
         record_scaled(self._journal, server_round, "importance", cap.factors)
         self.progress = replace(self.progress, importance=importance)

@@ -53,12 +53,12 @@ class Journal(Protocol):
         """Append an event to ``metrics.jsonl``."""
 
     def keep_personalised(
-        self, client: str, state: State | Path, round_number: int, size: int
+        self, client: str, state: State | Path | None, round_number: int, size: int
     ) -> None:
         """Save a client's personalised adapter, which is its local adapter after training.
 
-        ``state`` may be a safetensors file below ``scratch``; this file may be moved. ``size`` is
-        the client's number of training rows.
+        ``state`` is None if only the client knows it. It may be a safetensors file below
+        ``scratch``; this file may be moved. ``size`` is the client's number of training rows.
         """
 
     def personalised(self, client: str) -> tuple[int, State] | None:

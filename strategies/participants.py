@@ -3,8 +3,10 @@
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
+from pathlib import Path
 from random import Random
 
 from flwr.app import Message, MessageType, RecordDict
@@ -15,6 +17,7 @@ from federation.authentication import Signer
 from federation.flower_internals import InMemoryGrid, NodeInfo
 from federation.messages import (
     CONFIG,
+    RANK,
     SIZE,
     TRAIN_EXAMPLES,
     Instruction,
@@ -23,6 +26,8 @@ from federation.messages import (
     withheld_of,
 )
 from federation.run_config import RunConfig
+from federation.sums.announcement import ANNOUNCEMENT, Announcement, Group, announcements_of
+from federation.sums.members import SumError, form_groups, read_members
 from finetuning.errors import printable
 from finetuning.randomness import derive_seed
 from strategies.exchange import exchange, turns
@@ -54,6 +59,8 @@ class Participant:
     # template splits conversations.
     train_examples: int
     withholds: bool  # whether the client's policy withholds metrics and importance
+    announcement: Announcement | None = None  # for masked sums
+    rank: int = 0  # of its adapter, if ``adapter.ranks`` is set
 
 
 def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
@@ -101,8 +108,11 @@ class Participants:
         # Agreed numbers of rows of the clients whose keys were admitted under the names.
         self.agreed: dict[str, int] | None = None if agreed is None else {}
         self._agreements = agreed or {}
+        self._max_rank = config.adapter.rank if config.adapter.ranks else 0
         # Data sizes of the recipients of the last messages, keyed and sorted by name.
         self.asked: dict[str, int] = {}
+        # With masked sums, the groups of the recipients of the last messages, keyed by member.
+        self.groups: dict[str, Group] = {}
         # Why other clients aren't among the recipients of the last messages.
         self._absent: dict[str, str] = {}
         # Time at which each queried SuperNode connected; None to query it again.
@@ -131,7 +141,8 @@ class Participants:
         log(INFO, "%d clients take part", len(self._registered))
         minimum = self._config.min_nodes
         is_simulated = isinstance(grid, InMemoryGrid)
-        if self._config.sampled(len(self._registered)) == minimum > 1 and not is_simulated:
+        is_whole = self._config.sampled(len(self._registered)) == minimum > 1
+        if is_whole and not is_simulated and not self._config.sums.enabled:
             text = (
                 "All %d clients of a round are needed (min-nodes): if one fails to reply, the run "
                 "ends. With min-nodes = %d, it continues without that client"
@@ -216,6 +227,8 @@ class Participants:
         self._absent = dict.fromkeys(absent, "its SuperNode is not connected")
         self._absent |= self._prepare(grid, drawn)
         prepared = [p for p in (self._registered[p.node_id] for p in drawn) if p.examples]
+        if self._config.sums.enabled:
+            prepared = self._complete(prepared, connected)
         self.asked = {p.name: p.examples for p in prepared}
         ttl = self._config.reply_timeout * turns(grid, len(prepared))
         if message_type == MessageType.TRAIN and self._config.late_replies:
@@ -227,12 +240,51 @@ class Participants:
         return (Message(RecordDict(dict(content)), node, message_type, ttl=ttl) for node in nodes)
 
     def _drawn(self, connected: Collection[Participant], draw: int) -> list[Participant]:
-        """Draw the share ``sample`` of the participants, at least ``min-nodes``, sorted by name."""
+        """Draw the share ``sample`` of the participants, at least ``min-nodes``, sorted by name.
+
+        With masked sums, whole groups are drawn.
+        """
         seed = self._config.seed
+        if self._config.sums.enabled:
+            by_name = {p.name: p for p in connected}
+            groups = [group for group in self._groups_of() if by_name.keys() >= set(group)]
+            groups.sort(key=lambda group: derive_seed("sample", seed, draw, *group))
+            needed, names = self._config.sampled(len(connected)), list[str]()
+            while groups and len(names) < needed:
+                names += groups.pop(0)
+            return [by_name[name] for name in sorted(names)]
         # Each client has its own random number: others that join or leave hardly change the draw.
         drawn = sorted(connected, key=lambda p: derive_seed("sample", seed, draw, p.name))
         count = self._config.sampled(len(drawn))
         return sorted(drawn[:count], key=lambda p: p.name)
+
+    def _groups_of(self) -> list[list[str]]:
+        """Return the groups of masked sums: those of the list or, in simulation, of all clients."""
+        if self._config.sums.members:
+            members = read_members(Path(self._config.sums.members).expanduser())
+            return [sorted(group) for group in members.groups]
+        return form_groups([p.name for p in self._registered.values()])
+
+    def _complete(
+        self, prepared: list[Participant], connected: list[Participant]
+    ) -> list[Participant]:
+        """Return the members of complete groups, and note why other clients take no part."""
+        announced = {p.name: p.announcement for p in prepared if p.announcement}
+        groups = self._groups_of()
+        self.groups = {}
+        for names in groups:
+            if announced.keys() >= set(names):
+                group = Group({name: announced[name] for name in names})
+                self.groups |= dict.fromkeys(names, group)
+        here = {p.name for p in connected}
+        for name in here - self.groups.keys():
+            own = next((names for names in groups if name in names), [])
+            missing = ", ".join(other for other in own if other not in announced)
+            if missing:
+                self._absent[name] = f"its group is incomplete: {missing} takes no part"
+            elif not own:
+                self._absent[name] = "it is in no group of sums.members"
+        return [p for p in prepared if p.name in self.groups]
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
         """Return the clients that haven't answered, with the reasons."""
@@ -289,7 +341,7 @@ class Participants:
             reserved = {a for n, a in self._assigned.items() if n != node and a != assigned}
             taken = {other for n, other in names.items() if n != node} | reserved
             problem = reason_to_refuse_registration(
-                reply, name, name_only, taken, assigned, self.fingerprint
+                reply, name, name_only, taken, assigned, self.fingerprint, self._max_rank
             )
             if problem is None:
                 names[node] = name
@@ -301,6 +353,8 @@ class Participants:
                     examples=examples,
                     train_examples=metrics.get(TRAIN_EXAMPLES, examples),
                     withholds=withheld_of(reply) is not None,
+                    announcement=_announcement(reply),
+                    rank=metrics.get(RANK, 0),
                 )
                 if self.agreed is not None and assigned in self._agreements:
                     self.agreed[name] = self._agreements[assigned]
@@ -328,3 +382,15 @@ def _described(name: str, others: Collection[str]) -> str:
 
 def _name(reply: Message) -> str:
     return str(config_of(reply).get("name", ""))
+
+
+def _announcement(reply: Message) -> Announcement | None:
+    """Return the announcement in the reply to a query, or None; the group's members check it."""
+    record = reply.content.config_records.get(ANNOUNCEMENT)
+    if record is None:
+        return None
+    with suppress(SumError):
+        (announcement,) = announcements_of(record)
+        if announcement.statement.name == _name(reply):
+            return announcement
+    return None

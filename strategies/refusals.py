@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, Message
 
 from federation.messages import (
     ARRAYS,
     LARGEST_METRIC,
     METRICS,
+    RANK,
     SIZE,
     TRAIN_EXAMPLES,
     answers_problem,
@@ -83,13 +85,14 @@ def reason_to_refuse_registration(
     taken: set[str],
     assigned: str,
     fingerprint: Mapping[str, str],
+    max_rank: int = 0,
 ) -> str | None:
     """Return why a client can't take part, given its reply to a query message, or None if it can.
 
     ``name`` is the name in the reply, ``taken`` the other clients' names, and ``assigned`` the name
     that the coordinator registered for the SuperNode's key, if any. With ``name_only``, the reply
     may lack the data size. ``fingerprint`` has the digests of the tensors that clients must have;
-    empty digests are unknown.
+    empty digests are unknown. ``max_rank`` is ``adapter.rank`` if ranks differ, else 0.
     """
     if problem := problem_of(reply):
         return problem
@@ -106,14 +109,22 @@ def reason_to_refuse_registration(
             f"another SuperNode is already named {name!r} (names are case-insensitive); give each "
             "SuperNode a different name"
         )
-    config, metrics = config_of(reply), metrics_of(reply)
+    return _counts_problem(metrics_of(reply), name_only, max_rank) or _base_model_problem(
+        _reported(config_of(reply)), fingerprint
+    )
+
+
+def _counts_problem(metrics: Mapping[str, Any], name_only: bool, max_rank: int) -> str | None:
     for key in (SIZE, TRAIN_EXAMPLES):
         if key not in metrics and (name_only or key != SIZE):
             continue
         count = metrics.get(key)
         if not isinstance(count, int) or not 0 < count <= _MAX_EXAMPLES:
             return f"its {key} is {count!r}, but must be a whole number from 1 to {_MAX_EXAMPLES}"
-    return _base_model_problem(_reported(config), fingerprint)
+    rank = metrics.get(RANK)
+    if max_rank and SIZE in metrics and not (isinstance(rank, int) and 0 < rank <= max_rank):
+        return f"the rank of its adapter is {rank!r}, but must be a whole number up to {max_rank}"
+    return None
 
 
 def agreed(configs: Iterable[Mapping[str, Any]], fingerprint: Mapping[str, str]) -> dict[str, str]:
@@ -228,6 +239,11 @@ def _array_problem(array: Array, expected: Array, minimum: float) -> str | None:
     # NumPy can also load archives, which aren't arrays.
     if not isinstance(value, np.ndarray) or value.shape != shape or str(value.dtype) != dtype:
         return "does not match its header"
+    is_masked = value.dtype.kind == "u"  # any value is possible
+    return None if is_masked else _value_problem(value, minimum)
+
+
+def _value_problem(value: npt.NDArray[np.floating], minimum: float) -> str | None:
     if not np.isfinite(value).all():
         return _NOT_FINITE
     if np.abs(value).max(initial=0.0) > _LARGEST_WEIGHT:

@@ -82,6 +82,11 @@ class Replies:
                 save_file(state, self.file(name), metadata={"format": "pt"})
         return None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The clients' numbers of training rows, by name."""
+        return {name: metrics[SIZE] for name, metrics in self.metrics.items()}
+
     def leave_out(self, name: str, reason: str) -> None:
         """Leave out a client whose reply was already added."""
         del self.metrics[name], self.answers[name]
@@ -100,7 +105,8 @@ class Replies:
                 name: opened.enter_context(safe_open(self.file(name), framework="pt"))
                 for name in self.metrics
             }
-            for key in next(iter(files.values())).keys():  # noqa: SIM118
+            keys = next(iter(files.values())).keys() if files else []
+            for key in keys:
                 yield key, {name: file.get_tensor(key) for name, file in files.items()}
 
     def file(self, name: str) -> Path:

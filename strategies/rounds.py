@@ -13,15 +13,19 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from federation.authentication import Signer
-from federation.messages import ARRAYS, CONFIG, SIZE, Instruction, from_arrays, to_arrays
+from federation.messages import ARRAYS, CONFIG, Instruction, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
+from federation.sums.announcement import GROUP, group_record
 from finetuning.adapters.adapter import State
+from finetuning.aggregation.factor_error import factor_error, pair_factors
+from finetuning.aggregation.mixed_ranks import complete, cut, pad
 from finetuning.model.fingerprint import combine_digests
 from finetuning.model.locating import locate
 from strategies.averaging import Averaging
 from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import Journal, LiveStatus, Progress, reasons
+from strategies.masked_sums import GroupMeans, MaskedSums, record_group_metrics
 from strategies.participants import Participants
 from strategies.replies import Replies
 
@@ -62,6 +66,7 @@ class Rounds(Strategy):
         self._averaging = Averaging(config, self._participants, journal)
         self._update_state: State = {}  # from before the round, as the reference is
         self._reference = ArrayRecord()
+        self._sums: MaskedSums | None = None  # of the clients that were asked last
         # The averaged clients' data sizes and, with ``late-replies``, the messages to the others.
         self._sizes: dict[str, int] = {}
         self._unanswered: Unanswered | None = None
@@ -137,7 +142,7 @@ class Rounds(Strategy):
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         messages = self._participants.address(MessageType.TRAIN, content, grid, draw=server_round)
         self._begin("training", server_round, grid)
-        return messages
+        return self._adapted(messages, arrays)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -148,7 +153,9 @@ class Rounds(Strategy):
         ``NotFiniteError`` if most clients report that the global adapter is unusable.
         """
         with Replies(self._journal.scratch) as collected:
-            self._collect(collected, replies, self._reference)
+            trained = self._trained(server_round)
+            self._collect(collected, replies, trained)
+            means = self._open_sums(collected, from_arrays(trained))
             for name, reason in self._unfinished(list(collected.metrics)).items():
                 collected.leave_out(name, reason)
                 self._status.add(name, reason)
@@ -161,31 +168,56 @@ class Rounds(Strategy):
             collected.require_enough(f"round {server_round}", self.config.min_nodes)
             collected.record_training(self._journal, server_round)
             self._sizes = {}
-            return self._average(server_round, collected), None
+            return self._average(server_round, collected, means), None
 
-    def _average(self, server_round: int, new: Replies) -> ArrayRecord:
-        """Average the adapters of new replies and of the round's earlier replies, if any."""
+    def _average(
+        self, server_round: int, new: Replies, means: GroupMeans | None = None
+    ) -> ArrayRecord:
+        """Average the adapters of new replies and of the round's earlier replies, if any.
+
+        With masked sums, average the means of groups.
+        """
 
         def state_of(name: str) -> State:
+            if means:
+                return means.states[name]
             saved = None if name in new.metrics else self._journal.personalised(name)
-            return saved[1] if saved else new.state(name)
+            state = {key: saved[1][key] for key in reference} if saved else new.state(name)
+            return complete(state, reference) if ranked else state
 
-        sizes = self._sizes | {name: metrics[SIZE] for name, metrics in new.metrics.items()}
-        self._sizes = dict(sorted(sizes.items()))
+        reference = from_arrays(self._trained(server_round))
+        ranked = bool(self.config.adapter.ranks)
+        self._sizes = dict(sorted((self._sizes | new.sizes).items()))
         updated, state = self._averaging.average(
             round_number=server_round,
-            sizes=self._sizes,
+            sizes=means.sizes if means else self._sizes,
             state_of=state_of,
-            reference=from_arrays(self._reference),
+            reference=reference,
             update_state=self._update_state,
+            ranked=new.tensors() if ranked else None,
         )
-        for name in new.metrics:
-            personalised = self._personalised(name, new)
+        if means is None and not ranked:
+            self._record_factor_error(server_round, new)
+        for name in new.metrics:  # from here on, replies' files may be moved
+            personalised = None if means else self._personalised(name, new)
             self._journal.keep_personalised(name, personalised, server_round, self._sizes[name])
-        self.progress = replace(self.progress, update=state or None)
+        self.progress = replace(self.progress, update=self._update_state | state or None)
         self._average_at_server(self._averaging.counted(self._sizes))
         log(INFO, "Averaged the adapters of %s", ", ".join(self._sizes))
-        return to_arrays(updated)
+        return to_arrays(from_arrays(self._reference) | updated)
+
+    def _trained(self, server_round: int) -> ArrayRecord:
+        """Return the part of the round's initial adapter that clients train and send."""
+        names = self.config.adapter.trained_names(self._reference, server_round)
+        return ArrayRecord({name: self._reference[name] for name in names})
+
+    def _record_factor_error(self, server_round: int, new: Replies) -> None:
+        """Record by how much the average of LoRA's factors differs from that of their products."""
+        weights = self._averaging.counted(new.sizes)
+        error = factor_error(pair_factors(new.tensors()), weights)
+        if error is not None:
+            log(INFO, "Averaging A and B apart has an error of %.1f %%", 100 * error)
+            self._journal.record({"event": "factors", "round": server_round, "error": error})
 
     def _average_again(self, server_round: int) -> ArrayRecord | None:
         """Repeat the average with any late replies, as if they had been in time, or return None."""
@@ -193,7 +225,7 @@ class Rounds(Strategy):
             return None
         with Replies(self._journal.scratch) as late:
             replies = self._unanswered.poll(_LATE_SECONDS)
-            self._collect(late, replies, self._reference, are_late=True)
+            self._collect(late, replies, self._trained(server_round), are_late=True)
             if not late.metrics:
                 return None
             log(INFO, "Late replies are averaged: %s", ", ".join(late.metrics))
@@ -202,6 +234,35 @@ class Rounds(Strategy):
             late.record_training(self._journal, server_round)
             return self._average(server_round, late)
 
+    def _adapted(self, messages: Iterable[Message], arrays: ArrayRecord) -> Iterator[Message]:
+        """Add to each message what differs between clients: the group of sums, and the rank."""
+        groups = self._participants.groups
+        if self.config.sums.enabled:
+            self._sums = MaskedSums(self.config, groups)
+        by_rank: dict[int, ArrayRecord] = {}  # clients of equal rank share one record
+
+        def adapted() -> Iterator[Message]:
+            for message in messages:
+                client = self._participants.recipient_of(message)
+                if group := groups.get(client.name):
+                    message.content[GROUP] = group_record(list(group.announcements.values()))
+                if rank := client.rank:
+                    if rank not in by_rank:
+                        by_rank[rank] = to_arrays(cut(from_arrays(arrays), rank))
+                    message.content[ARRAYS] = by_rank[rank]
+                yield message
+
+        return adapted()
+
+    def _open_sums(self, replies: Replies, reference: State | None) -> GroupMeans | None:
+        """With masked sums, return the means of groups; leave out the others' members."""
+        if self._sums is None:
+            return None
+        means = self._sums.open(replies, reference)
+        for name, reason in replies.left_out.items():
+            self._status.add(name, reason)
+        return means
+
     def _collect(
         self,
         collected: Replies,
@@ -209,17 +270,24 @@ class Rounds(Strategy):
         reference: ArrayRecord | None,
         minimum: float = -math.inf,
         are_late: bool = False,
+        evaluation: Instruction | None = None,
     ) -> None:
         """Check replies as they arrive; release each reply's memory before the next one is pulled.
 
         ``collected`` receives the valid replies, and the reasons for leaving out other clients.
         ``reference`` contains the required names and shapes of arrays; None for replies without
-        arrays. ``minimum`` is the smallest allowed value in the arrays.
+        arrays. ``minimum`` is the smallest allowed value in the arrays. ``evaluation`` is the
+        instruction of an evaluation.
         """
         for reply in replies:
             if sender := self._participants.sender_of(reply):
                 base, answers = self._instruction.base, self.config.evaluate.shown
-                reason = collected.add(reply, sender, base, reference, minimum, answers)
+                expected = reference
+                if reference is not None and sender.rank:
+                    expected = to_arrays(cut(from_arrays(reference), sender.rank))
+                if self._sums:
+                    expected = self._sums.expected(sender.name, reference, evaluation)
+                reason = collected.add(reply, sender, base, expected, minimum, answers)
                 if not are_late:
                     self._status.add(sender.name, reason)
             del reply  # release its memory before the next reply is pulled
@@ -240,7 +308,7 @@ class Rounds(Strategy):
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         messages = self._participants.address(MessageType.EVALUATE, content, grid, draw=0)
         self._begin("evaluation", server_round, grid)
-        return messages
+        return self._adapted(messages, arrays)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> None:
         """Record each client's metrics, and process the importance J if it was requested.
@@ -248,20 +316,25 @@ class Rounds(Strategy):
         Raise ``TooFewClientsError`` if there are fewer valid replies than ``min-nodes`` after the
         last round, or ``NotFiniteError`` if most clients report that the adapter is unusable.
         """
-        expected = self._reference if self._evaluation(server_round).importance else None
+        evaluation = self._evaluation(server_round)
+        # J protects what the next round trains.
+        expected = self._trained(server_round + 1) if evaluation.importance else None
         with Replies(self._journal.scratch) as collected:
             # A negative J would push weights away from the global weights.
-            self._collect(collected, replies, expected, minimum=0.0)
+            self._collect(collected, replies, expected, minimum=0.0, evaluation=evaluation)
+            means = self._open_sums(collected, None)
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": reasons(left_out)})
             collected.require_finite(self._journal, server_round, self._participants.asked)
             collected.record_evaluation(self._journal, server_round)
+            if means:
+                record_group_metrics(self._journal, server_round, means)
             if server_round >= self.config.rounds:
                 # No round follows: the run must fail, so that resuming it repeats this evaluation.
                 phase = f"evaluation after round {server_round}"
                 collected.require_enough(phase, self.config.min_nodes)
-            self._use_importance(collected)
+            self._use_importance(means or collected)
 
     def _begin(self, phase: Phase, server_round: int, grid: Grid) -> None:
         """Start a phase in which the recipients of the last messages work."""
@@ -313,12 +386,16 @@ class Rounds(Strategy):
 
     def _personalised(self, client: str, replies: Replies) -> State | Path:
         """Return the adapter of a valid reply for the whole model, or a file with it to move."""
-        return replies.file(client)
+        if self.config.adapter.ranks:
+            return pad(replies.state(client), self.config.adapter.rank)
+        if self.config.adapter.trained == "both":
+            return replies.file(client)
+        return from_arrays(self._reference) | replies.state(client)
 
     def _average_at_server(self, weights: Mapping[str, int]) -> None:
         """Average the adapters that are at the server; the default does nothing."""
 
-    def _use_importance(self, replies: Replies) -> None:
+    def _use_importance(self, replies: Replies | GroupMeans) -> None:
         """Process the importance J from evaluate replies; only FedJudge-CL requests it."""
 
     def _evaluate(self, arrays: ArrayRecord, grid: Grid, timeout: float) -> ArrayRecord:

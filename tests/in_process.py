@@ -58,9 +58,11 @@ class MemoryJournal:
         self.events.append(dict(event))
 
     def keep_personalised(
-        self, client: str, state: State | Path, round_number: int, size: int
+        self, client: str, state: State | Path | None, round_number: int, size: int
     ) -> None:
-        """Store a client's adapter."""
+        """Store a client's adapter, unless only the client knows it."""
+        if state is None:
+            return
         state = load_file(state) if isinstance(state, Path) else state
         self.kept[client] = state
         self.personalised_by_round.setdefault(round_number, {})[client] = state

@@ -24,6 +24,7 @@ from chambers.site.connection import (
 from chambers.site.keys import read_node_key
 from chambers.site.programs import PORT
 from chambers.site.report import AdviceError, Report, check_disk, check_gpu, check_model
+from client_app.masked_sums import membership
 from client_app.privacy_account import PrivacyAccount
 from client_app.worker_socket import WorkerError, connected_worker
 from federation.authentication import parse_public_key, read_public_key
@@ -59,6 +60,7 @@ def report_on_institution(
     if report.line(_site, folder / host.SITE):
         site = read_site_file(folder / host.SITE)
         report.line(_policy, site.policy, folder / host.SITE)
+        report.line(_sums, site)
         report.line(_data, site, task)
         report.line(_worker, site.worker)
     if model:
@@ -152,6 +154,30 @@ def _policy(file: str, site: Path) -> str:
     if privacy.epsilon is not None:
         spent = PrivacyAccount(policy).spent()
         text += f"; spent: ε = {spent:.3g} of {privacy.epsilon:g} at δ = {privacy.delta:g}"
+    return text
+
+
+def _sums(site: SiteFile) -> str:
+    """Check the signed list of groups, this institution's key and group, and ``sums.only``."""
+    policy = read_policy(site.policy) if site.policy else None
+    if not policy or not policy.sums.key:
+        return "sums: the policy has no table [sums]; runs with sums.enabled are refused"
+    own = membership(policy.sums)
+    group = own.members.group_of(site.name)
+    if not group:
+        raise CommandError(f"sums: {site.name} is in no group of {policy.sums.members}")
+    if own.members.key_of(site.name) != own.key.public_key():
+        raise CommandError(
+            f"sums: {policy.sums.key} is not the key of {site.name} in {policy.sums.members}: send "
+            f"{policy.sums.key}.pub to the reviewer, who signs a new list"
+        )
+    if len(group) < own.min_size:
+        raise CommandError(
+            f"sums: the group has {len(group)} members, but min-peers = {own.min_size}"
+        )
+    text = f"sums: {', '.join(group)} form a group, in {policy.sums.members}"
+    if not own.only:
+        raise AdviceError(f"{text}; but sums.only = false, which the other members refuse")
     return text
 
 

@@ -21,6 +21,8 @@ from finetuning.model.names import BUILT_IN, hub_id
 HUB = os.environ.get("FLWR_SUPERGRID_API_URL", "http://127.0.0.1:8002")
 # Names of files in the folder.
 INSTITUTION, SITE, TRUSTED = "institution.env", "site.toml", "trusted.yaml"
+# The folder for masked sums, with an institution's key and the list of groups.
+SUMS, PEER, MEMBERS = "sums", "sums/peer", "sums/members.json"
 _SECRET = "superexec.secret"
 FOLDER_OPTION = option("Folder of the host; default: the current folder.", "FOLDER")
 MODEL_OPTION = option("Base model of runs: a folder, a GGUF file, tiny or smollm2.", "PATH")
@@ -60,6 +62,7 @@ def complete(folder: Path, files: Iterable[str], model: str, values: Mapping[str
     if not (folder / _SECRET).exists():
         write_secret(folder / _SECRET, secrets.token_bytes(32))
     (folder / "state").mkdir(mode=0o700, exist_ok=True)
+    (folder / SUMS).mkdir(exist_ok=True)
     if model in BUILT_IN:
         permitted = f'hub-models = ["{hub_id(model)}"]'
         values = {

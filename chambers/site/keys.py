@@ -36,6 +36,12 @@ def open_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
+def open_peer_key(file: Path) -> Path:
+    """Return the path of the public half of a key for masked sums; create the pair if missing."""
+    public = file.with_name(f"{file.name}.pub")
+    return public if file.exists() else write_pair(file, Ed25519PrivateKey.generate(), public)
+
+
 def read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """Read a node key that Flower accepts and that other users can't read."""
     key = authentication.parse_private_key(read_bytes(file))

@@ -58,7 +58,11 @@ class Admit:
 
 @dataclass(frozen=True)
 class Nodes:
-    """List the institutions: name, node id, state and since when (UTC), and the key's digest."""
+    """List the institutions: name, node id, state and since when (UTC), and the key's digest.
+
+    If the folder has a list of groups for masked sums, members.json, also list these: a group takes
+    part in a run only if all its members are online.
+    """
 
     folder: Annotated[Path, host.FOLDER_OPTION] = Path()
 
@@ -78,6 +82,8 @@ class Nodes:
             }.get(node.status, ("never seen", node.registered_at))
             key = hash_node_key(bytes_to_public_key(node.public_key))
             print(f"{node.name or '-':20} {node.node_id:<20} {state:10} {since[:19]} {key}")
+        if (file := self.folder / host.MEMBERS).exists():
+            _print_groups(file, {node.name for node in nodes if node.status == "online"})
         return 0
 
 
@@ -101,6 +107,16 @@ class Expel:
                 client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
         print(f"{self.name} is expelled")
         return 0
+
+
+def _print_groups(file: Path, online: set[str]) -> None:
+    """Print each group of a list, and whether all its members are online."""
+    from federation.sums.members import read_members
+
+    for number, group in enumerate(read_members(file).groups, start=1):
+        missing = ", ".join(sorted(group.keys() - online))
+        state = f"incomplete: {missing} not online" if missing else "complete"
+        print(f"group {number} ({', '.join(sorted(group))}) is {state}")
 
 
 def _nodes(client: "ControlHttpClient") -> "list[NodeInfo]":

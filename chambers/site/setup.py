@@ -116,7 +116,7 @@ class Join:
     def __call__(self) -> int:
         """Write the files that are missing; return 0 once the institution is admitted."""
         from chambers.site.connection import host_and_port
-        from chambers.site.keys import open_node_key
+        from chambers.site.keys import open_node_key, open_peer_key
 
         host.check_institution_name(self.name)
         server, _ = host_and_port(self.coordinator)
@@ -141,6 +141,9 @@ class Join:
         host.print_digests(*(folder / name for name in _RECEIVED))
         print(f"send {folder}/node.pub to the coordinator, and read out by telephone:")
         host.print_digests(folder / "node.pub")
+        peer = open_peer_key(folder / host.PEER)
+        print(f"for masked sums, send {peer} to the reviewer, and read out by telephone:")
+        host.print_digests(peer)
         return self._await_admission(folder, key)
 
     def _await_admission(self, folder: Path, key: "ec.EllipticCurvePrivateKey") -> int:
@@ -182,6 +185,7 @@ class Update:
         folder = self.folder.absolute()
         if not (folder / "state").is_dir():
             raise CommandError(f"{folder} is not a host's folder: name the folder")
+        (folder / host.SUMS).mkdir(exist_ok=True)
         environment = folder / host.INSTITUTION
         files = _INSTITUTION_PROGRAMS if environment.exists() else _COORDINATOR_PROGRAMS
         for file in files:

@@ -1,6 +1,7 @@
 """Attach adapters to a base model, exchange them as tensors, and save them in PEFT's format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,20 @@ def _prefix_of_text(directory: Path, settings: AdapterSettings) -> torch.Tensor:
 def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """Return the trainable parameters, keyed by name in the model, in a fixed order."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def training_only(peft_model: Any, names: Collection[str]) -> Iterator[None]:
+    """Freeze the adapter's other weights within the context; ``names`` are PEFT's saved ones."""
+    exported = exported_names(peft_model)
+    frozen = [p for n, p in trainable_parameters(peft_model).items() if exported[n] not in names]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def exported_names(peft_model: Any) -> dict[str, str]:

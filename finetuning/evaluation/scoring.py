@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+SCORES = ("rouge1", "rouge2", "rougeL", "bleu4", "bleu_n")
 _WORD = re.compile(r"\w+")
 _CJK_IDEOGRAPH = re.compile("[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
@@ -27,9 +28,8 @@ _CJK_IDEOGRAPH = re.compile("[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U000
 def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Score generated texts, each against a single reference; an empty text scores 0.
 
-    Return ``rouge1``, ``rouge2``, ``rougeL``, ``bleu4`` and ``bleu_n``: means over all texts, each
-    within 0..1 (papers print them times 100). Raise a ValueError if there are no texts, or the
-    numbers of texts differ.
+    Return ``SCORES``: means over all texts, each within 0..1 (papers print them times 100). Raise a
+    ValueError if there are no texts, or the numbers of texts differ.
     """
     if len(predictions) != len(references):
         raise ValueError(

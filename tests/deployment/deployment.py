@@ -160,6 +160,7 @@ class Deployment:
         host.make_writable("proxy")
         host.make_writable("state")
         host.make_writable("database")
+        host.make_writable("sums")
         (host.make_writable("state/.flwr") / "config.toml").write_text(
             host.here(
                 '[superlink.deployment]\naddress = "127.0.0.1:8000"\n'
@@ -185,6 +186,7 @@ class Deployment:
             "split = {allowed = true}\n"
         )
         host.make_writable("state")
+        host.make_writable("sums")
         if not host.namespace:
             (host.folder / "data").symlink_to(data)
         names = {"policy": "policy.toml"} | (

@@ -1,6 +1,6 @@
-"""Check the properties in lane.horn for each pair of compromised secrets, with the prover E.
+"""Check the models' properties for each pair of compromised secrets, with the prover E.
 
-`python -m tests.formal.check` prints the table of README.md. E saturates a query's clauses: if it
+`python -m tests.formal.check` prints the tables of README.md. E saturates a query's clauses: if it
 ends without a contradiction, the query can't be reached, and the property is proven.
 """
 
@@ -30,12 +30,21 @@ QUERIES = {
         "client": ("after", "no-finish2"),
     },
 }
+SUM_SECRETS = ("peer-key", "run-key", "reviewer-key")
+SUM_QUERIES = {
+    "before": {
+        "alone": ("before", "alone"),
+        "mixed": ("before", "mixed"),
+        "lineages": ("before", "lineages"),
+    },
+    "later": {"alone": ("after", "past")},
+}
+LANE, SUMS = (Path(__file__).with_name(f"{name}.horn") for name in ("lane", "sums"))
 _SECONDS = 60
-_MODEL = Path(__file__).with_name("lane.horn")
 _CALL = re.compile(r"\b(\w+)\(")
 
 
-def holds(secrets: tuple[str, ...], when: str, query: str) -> bool:
+def holds(secrets: tuple[str, ...], when: str, query: str, model: Path = LANE) -> bool:
     """Return whether a query can't be reached with these secrets compromised.
 
     Raises:
@@ -45,7 +54,7 @@ def holds(secrets: tuple[str, ...], when: str, query: str) -> bool:
     limits = {"answer", "finish", "answer2", "finish2"} - {query.removeprefix("no-")}
     labels = {when, query, *secrets, *(f"any-{limit}" for limit in limits)}
     command = ["eprover", "--auto", "--silent", f"--cpu-limit={_SECONDS}"]
-    problem = "\n".join(clauses(_MODEL.read_text(), labels))
+    problem = "\n".join(clauses(model.read_text(), labels))
     output = subprocess.run(command, input=problem, capture_output=True, text=True, check=False)
     found = re.search(r"SZS status (Satisfiable|Unsatisfiable)", output.stdout)
     if found is None:
@@ -108,22 +117,25 @@ def arguments(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def table() -> str:
+def table(
+    secrets: tuple[str, ...] = SECRETS,
+    queries: dict[str, dict[str, tuple[str, str]]] = QUERIES,
+    model: Path = LANE,
+) -> str:
     """Return a table of all sets of at most two secrets whose compromise breaks a property."""
-    lines = [f"| compromised | {' | '.join(QUERIES)} |", "|---" * (1 + len(QUERIES)) + "|"]
-    for secrets in (s for count in range(3) for s in combinations(SECRETS, count)):
-        cells = [broken(secrets, queries) for queries in QUERIES.values()]
+    lines = [f"| compromised | {' | '.join(queries)} |", "|---" * (1 + len(queries)) + "|"]
+    for some in (s for count in range(3) for s in combinations(secrets, count)):
+        cells = [
+            ", ".join(name for name, query in own.items() if not holds(some, *query, model))
+            for own in queries.values()
+        ]
         if any(cells):
-            lines.append(f"| {' + '.join(secrets) or 'nothing'} | {' | '.join(cells)} |")
+            lines.append(f"| {' + '.join(some) or 'nothing'} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def broken(secrets: tuple[str, ...], queries: dict[str, tuple[str, str]]) -> str:
-    """Return the names of the properties that don't hold with these secrets compromised."""
-    return ", ".join(name for name, query in queries.items() if not holds(secrets, *query))
 
 
 if __name__ == "__main__":
     if holds((), "before", "opens") or holds((), "before", "resumes"):
         raise SystemExit("lanes can't be opened or can't be resumed: the model proves nothing")
-    print(table(), end="")
+    print(table())
+    print(table(SUM_SECRETS, SUM_QUERIES, SUMS), end="")

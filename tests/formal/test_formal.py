@@ -1,11 +1,11 @@
-"""The formal model of the lane proves the statements in README.md."""
+"""The formal models of the lane and of masked sums prove the statements in README.md."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.formal.check import holds, table
+from tests.formal.check import SUM_QUERIES, SUM_SECRETS, SUMS, holds, table
 
 PAGE = Path(__file__).with_name("README.md")
 
@@ -24,3 +24,17 @@ def test_all_three_secrets_of_a_recorded_stream_decrypt_it():
 @pytest.mark.slow
 def test_the_page_has_the_table_of_the_prover():
     assert table() in PAGE.read_text()
+
+
+def test_a_group_can_be_summed_in_the_model():
+    assert not holds((), "before", "sum", SUMS)
+
+
+def test_the_page_has_the_table_of_masked_sums():
+    assert table(SUM_SECRETS, SUM_QUERIES, SUMS) in PAGE.read_text()
+
+
+def test_a_digest_without_the_adapter_would_mix_sums(tmp_path):
+    model = tmp_path / "weak.horn"
+    model.write_text(SUMS.read_text().replace("framed(S, M, A, B, C)", "framed(S, none, A, B, C)"))
+    assert not holds((), "before", "mixed", model)

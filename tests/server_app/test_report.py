@@ -52,6 +52,7 @@ EVENTS = [
     evaluate(1, "court", "global", 2.744, rougeL=0.202, bleu4=0.022, bleu_n=0.032),
     finished(1, ["court", HOSTILE]),
     {"event": "scaled", "round": 1, "client": HOSTILE, "what": "update", "factor": 0.00123},
+    {"event": "factors", "round": 1, "error": 0.0125},
     train(2, "court", 2.6, importance_distance=0.02, penalty_gradient_share=0.11, examples=80),
     evaluate(2, "court", "personalised", 2.655, examples=8),
     evaluate(2, "court", "global", 2.566),
@@ -124,8 +125,8 @@ def test_page_shows_results_rounds_and_configuration(run):
         in "".join(text.split())
     )
     assert "training 0 min 28 s" in text
-    assert f"2court {HOSTILE}: no reply within 3600 s 14.2" in text.replace("2 court", "2court")
-    assert f"court, {HOSTILE} {HOSTILE}: update × 0.0012 14.2" in text
+    assert f"2court {HOSTILE}: no reply within 3600 s - 14.2" in text.replace("2 court", "2court")
+    assert f"court, {HOSTILE} {HOSTILE}: update × 0.0012 1.25 % 14.2" in text
     assert f"Not evaluated after round 2: {HOSTILE} (evaluation = false)" in text
     changed, _, unchanged = text.partition("settings have their defaults")
     assert "continual.lambda0.125" in changed and "rounds3" in changed
@@ -142,7 +143,7 @@ def test_a_late_reply_replaces_what_was_recorded_without_it(run):
     scaled = {"event": "scaled", "round": 2, "client": "court", "what": "update", "factor": 0.5}
     text = check(write_report(run([*EVENTS[:-2], out, scaled, EVENTS[-1], late, later]))).text
     shown = " ".join(text.split()).replace("2 c", "2c")
-    assert "2court, x, z; late: z, x y: not connected 14.2" in shown
+    assert "2court, x, z; late: z, x y: not connected - 14.2" in shown
     assert "update × 0.5" not in text and "Not evaluated" not in text
 
 

@@ -38,6 +38,7 @@ from tests.deployment.compose import read_services
 from tests.deployment.deployment import CHECKOUT
 from tests.gguf_files import write_gguf
 from tests.site_files import write_site
+from tests.sums import sign_members, sums_policy
 from tests.waiting import wait_until
 
 
@@ -284,6 +285,24 @@ def test_policy(capsys, site):
     assert "contains a line that is not an entry" in at_institution(capsys, site, 1)
     site.policy.write_text("max-round = 5\n")
     assert "max-round: unknown key" in at_institution(capsys, site, 1)
+
+
+def test_masked_sums(capsys, site, tmp_path):
+    policy = site.policy.read_text()
+    assert "the policy has no table [sums]" in at_institution(capsys, site, 1)
+    sign_members(tmp_path, ["court", "firm", "hospital"], ["a", "b", "c", "d"])
+    site.policy.write_text(policy + sums_policy(tmp_path, "court"))
+    assert "ok   sums: court, firm, hospital form a group" in at_institution(capsys, site, 1)
+    assert "is in no group of" in at_institution(capsys, site, 1, name="delta")
+    assert "is not the key of firm" in at_institution(capsys, site, 1, name="firm")
+    site.policy.write_text(policy + sums_policy(tmp_path, "court") + "min-peers = 4\n")
+    assert "the group has 3 members, but min-peers = 4" in at_institution(capsys, site, 1)
+    site.policy.write_text(policy + sums_policy(tmp_path, "court", only=False))
+    assert "warn sums: court, firm, hospital" in at_institution(capsys, site, 1)
+    (tmp_path / "court-peer").unlink()
+    assert "court-peer' can't be read" in at_institution(capsys, site, 1)
+    site.policy.write_text(policy + "[sums]\nonly = true\n")
+    assert "sums needs members, reviewers and key" in at_institution(capsys, site, 1)
 
 
 def test_data_and_model(capsys, site, checkpoint, tmp_path):

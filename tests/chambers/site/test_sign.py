@@ -1,6 +1,7 @@
 """Signed releases as Flower fetches and verifies them; several reviewers; careless input."""
 
 import hashlib
+import json
 import shutil
 
 import pytest
@@ -12,8 +13,9 @@ from flwr.supercore.utils import request_download_link
 from flwr.superlink.servicer.control.control_handlers import _format_verification
 from flwr.supernode.start_client_internal import _verify_fab
 
-from chambers.site.keys import open_node_key
+from chambers.site.keys import open_node_key, open_peer_key
 from chambers.site.release import open_signing_key
+from federation.sums.members import SumError, read_signed_members
 from tests.chambers.conftest import execute, refused
 from tests.chambers.site.deployment import APP, serving
 
@@ -81,6 +83,26 @@ def test_reviewers_add_their_signatures_to_one_release(capsys, release, tmp_path
         assert fab.content == release.read_bytes()
         assert _verify_fab(fab, bob) and not _verify_fab(fab, alice)
         assert len(list(folder.iterdir())) == 2
+
+
+def test_a_list_of_groups_is_signed_for_sites_that_trust_the_reviewer(capsys, tmp_path):
+    names = ["court", "firm", "hospital"]
+    publics = {name: open_peer_key(tmp_path / name) for name in names}
+    reviewer(tmp_path / "reviewer")
+    file, trusted = tmp_path / "members.json", tmp_path / "reviewer" / "trusted.yaml"
+    file.write_text(json.dumps({"groups": [{n: publics[n].read_text() for n in names}]}))
+    with pytest.raises(SumError, match="is not signed by a reviewer"):
+        read_signed_members(file, trusted)
+    words = ["site", "sign", "--members", file, "--key", tmp_path / "reviewer" / "key"]
+    output = execute(capsys, *words)
+    for name in names:
+        assert hashlib.sha256(publics[name].read_bytes()).hexdigest() in output
+    assert read_signed_members(file, trusted).group_of("firm") == names
+    content = json.loads(file.read_text())
+    content["groups"].append({n: publics[n].read_text() for n in names})
+    file.write_text(json.dumps(content))
+    assert "a name occurs twice" in refused(capsys, *words)
+    assert "name a folder with --output" in refused(capsys, "site", "sign", *words[-2:])
 
 
 def test_refusals(capsys, release, tmp_path):
