@@ -10,7 +10,6 @@ _INSTALLED = Path(__file__).resolve().with_name("data")
 _ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGES
 _APP = ("server_app", "client_app", "strategies", "federation", "split", "finetuning")
 
-PROJECT = _ROOT / "pyproject.toml"
 _PRESETS = _ROOT / "presets"
 # The pages that help and errors name.
 DOCS = _ROOT / "docs"

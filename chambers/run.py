@@ -33,14 +33,14 @@ class Run:
 
     def __call__(self) -> int:
         """Run to the end and print the log; if the run failed or was refused, print the reason."""
-        from chambers.settings import app_config, read_settings
+        from chambers.settings import read_settings
         from chambers.superlink import COMPLETED, SuperLink, run_app
         from federation.run_config import parse_run_config
 
         named = Path(self.settings[0]).is_dir()
         folder = Path(self.settings[0] if named else ".").absolute()
         values = read_settings(self.settings[named:])
-        parse_run_config(app_config() | values)
+        parse_run_config(values)
         host.enter(folder)
         app = f"@chambers/chambers=={version('chambers')}"
         _check_served(app)

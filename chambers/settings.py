@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chambers.app_folder import PROJECT, presets
+from chambers.app_folder import presets
 from chambers.errors import CommandError
 from federation.run_config import RunConfig, Scalar, leaves
 from finetuning.data.files import client_folders
@@ -78,12 +78,6 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def app_config() -> dict[str, Any]:
-    """Read the run config in ``pyproject.toml``, whose values Flower uses as defaults."""
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
-    return _flatten(project["tool"]["flwr"]["app"]["config"])
 
 
 def count_clients(settings: Mapping[str, Any]) -> int:

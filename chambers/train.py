@@ -20,7 +20,7 @@ from chambers.app_folder import describe_presets, write_app
 from chambers.cluster import join
 from chambers.data import check_data
 from chambers.errors import CommandError
-from chambers.settings import app_config, count_clients, read_settings
+from chambers.settings import count_clients, read_settings
 from chambers.sources import argument, count
 from chambers.steps import OWN_ROWS, describe_steps, read_clients, suited
 from federation.run_config import RunConfig, parse_run_config
@@ -132,9 +132,9 @@ class Train:
             values[shown] = 0
         clients = self.clients or count_clients(values)
         # The default of min-nodes depends on ``sample``.
-        config = parse_run_config(app_config() | {"min-nodes": 1} | values)
+        config = parse_run_config({"min-nodes": 1, **values})
         values.setdefault("min-nodes", config.sampled(clients))
-        config = parse_run_config(app_config() | values)
+        config = parse_run_config(values)
         if config.min_nodes > clients:
             raise CommandError(
                 f"min-nodes = {config.min_nodes} is more than the {clients} simulated clients; "
@@ -148,7 +148,7 @@ class Train:
         rows = {client.name: len(client.train) for client in data}
         if own:
             values = suited(rows, config.train.batch_size) | values
-            config = parse_run_config(app_config() | values)
+            config = parse_run_config(values)
             check_beginning(config, clients)
         if clients > len(rows):
             print(f"the first {len(rows)} of {clients} clients:", file=sys.stderr)

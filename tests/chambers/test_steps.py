@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from chambers.app_folder import presets
 from chambers.run_plan import describe_time
-from chambers.settings import app_config, read_settings
+from chambers.settings import read_settings
 from chambers.steps import describe_steps, read_clients, suited
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapted_modules import with_names
@@ -16,7 +16,7 @@ from tests.chambers.conftest import execute
 
 def config_for(rows):
     settings = read_settings(["own-rows"])
-    return parse_run_config(app_config() | settings | suited(rows, settings["train.batch-size"]))
+    return parse_run_config(settings | suited(rows, settings["train.batch-size"]))
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
@@ -60,7 +60,7 @@ def test_a_plan_is_printed_and_nothing_is_trained(
         "gamma: 8 training rows",
     ]
     assert seconds.startswith("time: about ")
-    config = parse_run_config(app_config() | read_settings(["own-rows", *own]))
+    config = parse_run_config(read_settings(["own-rows", *own]))
     line = describe_time(config, 3, read_clients(config, 3))
     tokens = sum(int(client.split()[5]) for client in clients) / (24 + 12 + 8)
     assert line.startswith("time: about ") and f"{tokens:.0f} tokens on average" in line
