@@ -136,19 +136,6 @@ clients' adapters. Personalised: a client's own adapter after its last local tra
 {% for left in event.left_out %}{{ left.client }} ({{ left.reason }}){{ ", " if not loop.last }}
 {% endfor %}</p>
 {% endfor %}
-{% if lanes %}
-<h2>Lanes</h2>
-<div class="wide"><table><caption>Totals over the training lanes of all rounds; the
-block server counts bytes and seconds.</caption>
-<thead><tr><th scope="col">Client</th>{% for _, heading in lane_columns %}
-<th scope="col" class="number">{{ heading }}</th>{% endfor %}
-<th scope="col">Ended early</th></tr></thead>
-{% for client, sums, errors in lanes %}
-<tr><th scope="row">{{ client }}</th>
-{% for text in sums %}<td class="number">{{ text }}</td>{% endfor %}
-<td>{% for error in errors %}{{ error }}<br>{% endfor %}</td></tr>{% endfor %}
-</table></div>
-{% endif %}
 <h2>Configuration</h2>
 {{ settings(changed) }}
 <details><summary>{{ unchanged|length }} settings have their defaults</summary>

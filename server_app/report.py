@@ -130,8 +130,6 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
         errors={e["round"]: e["error"] for e in events if e["event"] == "factors"},
         scaled=[note for note in notes if note["event"] == "scaled"],
         unevaluated=[note for note in notes if note["event"] == "evaluation-missing"],
-        lanes=_lanes(events),
-        lane_columns=[(key, heading) for key, heading, _ in _LANES],
     )
 
 
@@ -198,35 +196,6 @@ def _counts(events: Iterable[Event]) -> dict[str, str]:
         client: ", ".join(f"{own[k]:,} {k}" for k in ("training", "held-out") if k in own) + " rows"
         for client, own in found.items()
     }
-
-
-# Columns of the table of lanes: key, heading, unit.
-_LANES = (
-    ("steps", "Steps", 1),
-    ("tokens", "Padded tokens", 1),
-    ("bytes_up", "MB up", 1e6),
-    ("bytes_down", "MB down", 1e6),
-    ("seconds", "Seconds", 1),
-    ("seconds_computing", "computing", 1),
-    ("seconds_queued", "queued", 1),
-    ("seconds_crypto", "encrypting", 1),
-    ("seconds_serialisation", "packing", 1),
-)
-
-
-def _lanes(events: Iterable[Event]) -> list[tuple[str, list[str], list[str]]]:
-    """Return each client's totals over its training lanes, and why lanes ended early."""
-    lanes = [e for e in events if e["event"] == "lane" and e["purpose"] == "train"]
-    rows = []
-    for client in sorted({lane["client"] for lane in lanes}):
-        own = [lane for lane in lanes if lane["client"] == client]
-        sums = [sum(lane[key] for lane in own) / unit for key, _, unit in _LANES]
-        texts = [f"{value:,.1f}" if value % 1 else f"{value:,.0f}" for value in sums]
-        errors = [
-            f"round {e['round']}, after {e['steps']} steps: {e['error']}" for e in own if e["error"]
-        ]
-        rows.append((client, texts, errors))
-    return rows
 
 
 _INK = "#010203"  # replaced by the page's text colour, so that plots match its light or dark theme

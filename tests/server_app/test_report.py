@@ -314,32 +314,3 @@ def test_the_last_known_values_are_kept():
     court = latest_values([*EVENTS, evaluate(2, "court", "alone", 2.7)])["court"]
     assert list(court) == ["base", "alone", "global", "personalised"]
     assert court["alone"]["loss"] == 2.7
-
-
-def test_lanes_are_summed_up_by_client(tmp_path):
-    lane = {
-        "event": "lane",
-        "purpose": "train",
-        "steps": 3,
-        "tokens": 1200,
-        "bytes_up": 2_000_000,
-        "bytes_down": 1_000_000,
-        "seconds": 2.25,
-        "seconds_computing": 1.5,
-        "seconds_queued": 0.5,
-        "seconds_crypto": 0.1,
-        "seconds_serialisation": 0.1,
-        "error": "",
-    }
-    lanes = [
-        {**lane, "round": 1, "client": HOSTILE},
-        {**lane, "round": 2, "client": HOSTILE, "error": "LaneCutError: <b>cut</b>"},
-        {**lane, "round": 2, "client": "evaluator", "purpose": "evaluate"},
-    ]
-    lines = "".join(json.dumps(event) + "\n" for event in [*EVENTS, *lanes])
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    page = write_report(tmp_path).read_text()
-    assert "Lanes" in page and "2,400" in page and "4.5" in page
-    assert "round 2, after 3 steps: LaneCutError: &lt;b&gt;cut&lt;/b&gt;" in page
-    assert "evaluator" not in page and HOSTILE not in page
