@@ -31,7 +31,7 @@ class Experimenting:
       chambers experiment experiments/code-of-the-province.toml --size small --jobs 2
 
     FILE lists runs, seeds, measures and tables, as docs/experiments.md describes. The command
-    writes results.jsonl, the tables as Markdown and CSV, and heat maps as SVG to the output folder.
+    writes results.jsonl, the tables as Markdown, and heat maps as SVG to the output folder.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, argument("FILE.toml")]

@@ -1,10 +1,9 @@
-"""The tables and plots of an experiment: Markdown, CSV and SVG."""
+"""The tables and plots of an experiment: Markdown and SVG."""
 
-import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -22,7 +21,6 @@ def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path)
         text = _markdown(experiment, table, rows)
         parts.append(f"## {table.title}\n\n{text}")
         (folder / f"{table.name}.md").write_text(text, encoding="utf-8")
-        (folder / f"{table.name}.csv").write_text(_csv(rows), encoding="utf-8")
         if table.heat_map:
             rows = rows_of(records, experiment, table.model_copy(update={"columns": "groups"}))
             picture = _heat_map(table, [row for row in rows if row.arm != CONSTANT])
@@ -92,19 +90,8 @@ def _gain(gain: Interval | None, measure: Measure) -> list[str]:
     return [text if gain.low <= 0 <= gain.high else f"**{text}**", detectable]
 
 
-def _csv(rows: Sequence[TableRow]) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["model", "column", "mean", "low", "high", "gain", "gain_low", "gain_high"])
-    for row in rows:
-        for column, cell in row.cells.items():
-            gain = row.gains.get(column)
-            ends = [gain.mean, gain.low, gain.high] if gain else ["", "", ""]
-            writer.writerow([row.label, column, cell.mean, cell.low, cell.high, *ends])
-    return file.getvalue()
-
-
 def _heat_map(table: ResultTable, rows: Sequence[TableRow]) -> str:
+    """Return a picture on a white background, which is readable on dark pages too."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -124,15 +111,7 @@ def _heat_map(table: ResultTable, rows: Sequence[TableRow]) -> str:
             red, green, blue, _ = image.cmap(image.norm(value))
             colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
             axes.text(x, y, _text(value, table.measure), ha="center", va="center", color=colour)
-        return svg(figure)
-
-
-def svg(figure: Any) -> str:
-    """Return a matplotlib figure as SVG on a white background, which is readable on dark pages too.
-
-    Equal figures with the same ``svg.hashsalt`` yield equal text.
-    """
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(file, format="svg", facecolor="white", metadata=nothing)
-    return file.getvalue()
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # so equal figures are equal
+        figure.savefig(file, format="svg", facecolor="white", metadata=nothing)
+        return file.getvalue()

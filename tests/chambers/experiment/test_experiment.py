@@ -196,8 +196,6 @@ def test_tables_and_plots_are_made_of_results_alone(render, tmp_path):
     assert (tmp_path / "articles.md").read_text() in page
     picture = (tmp_path / "articles.svg").read_text()
     assert "alone, school-3" in picture and "the same answer" not in picture
-    csv = (tmp_path / "articles.csv").read_text().splitlines()
-    assert csv[-1].startswith("together,all,1.0,1.0,1.0,0.66")
 
 
 def test_models_are_compared_on_own_and_others_questions(file, render):
