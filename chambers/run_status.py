@@ -233,8 +233,7 @@ def list_clients(run: RunState) -> list[tuple[str, ...]]:
         before = {name: f"; {doing[name]}" for name in reduced}
         lanes = {lane.client: _progress(lane, run) for lane in status.lanes}
         for name in status.asked:
-            works = lanes.get(name) or _without_progress(last.get(name, {}), status.phase)
-            doing[name] = f"in {status.phase}{works}{before.get(name, '')}"
+            doing[name] = f"in {status.phase}{lanes.get(name, '')}{before.get(name, '')}"
         for name in status.replied:
             doing[name] = "has replied" + before.get(name, "")
         for name, reason in status.left_out.items():
@@ -258,13 +257,6 @@ def _progress(lane: LaneStatus, run: RunState) -> str:
     passed = run.status.updated - run.status.since
     left = passed * lane.planned / lane.steps - (run.now - run.status.since)
     return f"{steps}, about {format_duration(left)} left"
-
-
-def _without_progress(last: Event, phase: str) -> str:
-    """Return how long a client last trained, to show while its current steps are unknown."""
-    if phase != "training" or not last.get("seconds"):
-        return ""
-    return f"; round {last['round']} took {format_duration(last['seconds'])}"
 
 
 def format_duration(seconds: float) -> str:
