@@ -214,24 +214,20 @@ class Export:
 
 def _held_out(run: RunFolder | None, file: Path | None) -> "tuple[list[Row], str]":
     """Return rows of a file, else of the run's clients if they are here, else generated ones."""
-    from client_app.data import read_client_data
+    from chambers.steps import read_clients
+    from federation.run_config import parse_run_config
     from finetuning.data.rows import read_rows
-    from finetuning.settings import DataSettings
 
     if file:
         return read_rows(file)[:_COMPARED], f"rows of {file}"
     config = run.config if run else {}
-    data = {k.removeprefix("data."): v for k, v in config.items() if k.startswith("data.")}
-    settings = DataSettings.model_validate(data)
-    if not Path(settings.path).expanduser().exists():
-        settings = settings.model_copy(update={"path": ""})
-    count = count_clients({"data.path": settings.path, "data.pool": settings.pool})
-    nodes = [{"partition-id": index, "num-partitions": count} for index in range(count)]
-    clients = [read_client_data(settings, node, config.get("seed", 0)).test for node in nodes]
-    rows = [row for each in zip(*clients, strict=False) for row in each]
-    return rows[
-        :_COMPARED
-    ], f"held-out rows in {settings.path}" if settings.path else "generated rows"
+    values = {k: v for k, v in config.items() if k.startswith("data.") or k == "seed"}
+    path = values.get("data.path", "")
+    if not Path(path).expanduser().exists():
+        path = values["data.path"] = ""
+    clients = read_clients(parse_run_config(values), count_clients(values))
+    rows = [row for each in zip(*(own.test for own in clients), strict=False) for row in each]
+    return rows[:_COMPARED], f"held-out rows in {path}" if path else "generated rows"
 
 
 def _loss(source: "ModelSource", rows: "list[Row]") -> float:
@@ -275,17 +271,17 @@ def _losses(run: RunFolder, adapter: Path) -> dict[str, tuple[float, float]]:
     The result is empty if the run's folder, such as a client's state, has no metrics. Raise
     ``CommandError`` if the metrics are malformed.
     """
+    from server_app.report import latest_values
+
     try:
-        events = [e for e in read_events(run.directory / METRICS_FILE) if e["event"] == "evaluate"]
+        latest = latest_values(read_events(run.directory / METRICS_FILE))
     except ValueError as error:
         raise CommandError(str(error)) from error
-    last = {
-        (e["client"], e["model"]): float(e["loss"]) for e in events if e.get("loss") is not None
-    }
     name = adapter.resolve().name
     kind = "global" if name == "global" else "personalised"
     return {
-        client: (last[client, "base"], last[client, kind])
-        for client in sorted({client for client, _ in last} if kind == "global" else {name})
-        if {(client, "base"), (client, kind)} <= last.keys()
+        client: (models["base"]["loss"], models[kind]["loss"])
+        for client, models in latest.items()
+        if kind == "global" or client == name
+        if "loss" in models["base"] and "loss" in models[kind]
     }
