@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 import tomli_w
 
-from chambers.actors import resources_of
 from chambers.environment import make_child_environment, short_path
 from chambers.errors import END_SIGNALS, CommandError
 from federation.run_config import Scalar
@@ -121,8 +120,7 @@ def run_app(
 
     ``run_config`` contains the settings that differ from the app's run config. ``supernodes`` is
     the number of simulated SuperNodes, and ``resources`` are those of their actors, as options of
-    Flower (by default, each SuperNode has its own actor). If ``supernodes`` is None, connected
-    SuperNodes take part.
+    Flower. If ``supernodes`` is None, connected SuperNodes take part.
 
     Return ``"finished:completed"``, or the status of a run that did not complete, followed by a
     colon and the reason. Raise ``CommandError`` if the SuperLink doesn't report how the run ended.
@@ -132,7 +130,6 @@ def run_app(
     command = ["flwr", "run", str(app), superlink.connection, "--stream"]
     command += ["--run-config", str(config)]
     if supernodes is not None:
-        resources = resources or resources_of(supernodes)
         command += ["--federation-config", f"num-supernodes={supernodes} {resources}"]
     environment = superlink.environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(

@@ -65,7 +65,7 @@ def finished(superlink, checkpoint, client_folders, tmp_path_factory):
     """Return the results of a run with an actor for each client, and the lines of its log."""
     config = settings(checkpoint, client_folders, tmp_path_factory.mktemp("finished"))
     lines = []
-    status = run_app(ROOT, superlink, config, 3, write=lines.append)
+    status = run_app(ROOT, superlink, config, 3, resources_of(3), lines.append)
     assert status == "finished:completed", b"".join(lines[-50:]).decode()
     return results_of(config), b"".join(lines).decode()
 
@@ -113,7 +113,7 @@ def test_a_split_run_whose_clients_train_at_once(
         "split.average-every": 3 if schedule == "hierarchical" else 0,
         "evaluate.generate": False,
     }
-    assert run_app(ROOT, superlink, config, 3) == "finished:completed"
+    assert run_app(ROOT, superlink, config, 3, resources_of(3)) == "finished:completed"
     directory = results_of(config)
     events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     lanes = [e for e in events if e["event"] == "lane" and e["purpose"] == "train"]
@@ -201,7 +201,7 @@ def kill_after_round(number: int, config: dict, home: Path) -> None:
     ids=["bad value", "too few nodes", "no data"],
 )
 def test_refused_before_training_with_a_failed_status(superlink, config, capfd, change, reason):
-    status = run_app(ROOT, superlink, config | change, 3)
+    status = run_app(ROOT, superlink, config | change, 3, resources_of(3))
     assert status.startswith("finished:failed: ")
     assert reason in status and reason in capfd.readouterr().out
     assert not list(Path(config["output-dir"]).glob("*")), "something half-written was left"
