@@ -97,9 +97,7 @@ class Generate(AdapterOptions):
                 output = stack.enter_context(file)
             texts = self._texts(model, tokenizer, prompts, source, draft)
             for row, text in zip(rows, texts, strict=True):
-                line = text
-                if self.output:
-                    line = json_text(row.fields | {"generated": text})
+                line = json_text(row.fields | {"generated": text}) if self.output else text
                 print(line, file=output, flush=True)
         return 0
 

@@ -179,10 +179,9 @@ class _Endpoint:
             if len(body) > _MAX_BODY:
                 raise ApiError(413, f"the request is larger than {_MAX_BODY} bytes")
         try:
-            wanted = form.model_validate_json(bytes(body))
+            return form.model_validate_json(bytes(body))
         except ValidationError as error:
             raise refusal_of(error) from error
-        return wanted
 
     async def _respond(
         self,
@@ -239,10 +238,8 @@ class _Endpoint:
             raise ApiError(400, str(error), parameter=parameter) from error
         except BusyError as error:
             raise ApiError(429, str(error), "rate_limit_error") from error
-        pieces.prompt_tokens, pieces.requests = (
-            [len(tokens) for tokens in tokens_of_prompts],
-            requests,
-        )
+        pieces.prompt_tokens = [len(tokens) for tokens in tokens_of_prompts]
+        pieces.requests = requests
         return pieces
 
     def _request(
@@ -293,16 +290,6 @@ class _Pieces:
         with suppress(RuntimeError):  # the event loop is closed: the endpoint is stopping
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
-        while self._unfinished:
-            index, piece = await self._queue.get()
-            if isinstance(piece, UserError):
-                raise ApiError(503, str(piece), "server_error") from piece
-            if isinstance(piece, Exception):
-                raise ApiError(500, f"the answer failed ({type(piece).__name__})", "server_error")
-            self._unfinished -= piece.finish_reason is not None
-            yield index, piece
-
     async def until_disconnected(self, http: HttpRequest) -> AsyncGenerator[tuple[int, Piece]]:
         """Yield the pieces; cancel the request if its client disconnects or iteration stops."""
 
@@ -314,8 +301,15 @@ class _Pieces:
 
         watching = asyncio.create_task(watch())
         try:
-            async for piece in self:
-                yield piece
+            while self._unfinished:
+                index, piece = await self._queue.get()
+                if isinstance(piece, UserError):
+                    raise ApiError(503, str(piece), "server_error") from piece
+                if isinstance(piece, Exception):
+                    problem = f"the answer failed ({type(piece).__name__})"
+                    raise ApiError(500, problem, "server_error")
+                self._unfinished -= piece.finish_reason is not None
+                yield index, piece
         finally:
             watching.cancel()
             self.cancel()
