@@ -110,7 +110,7 @@ class Evaluate(BaseModelOptions):
         named = [self._named(text) for text in self.models or [""]]
         questions = {name: self._questions(name) for name in self._names() if name in TASKS}
         from chambers.models import find_source
-        from chambers.task_scores import TaskLimits, print_scores, score_models
+        from chambers.task_scores import Scoring, print_scores
 
         # Delete temporary copies of rows on SIGTERM and SIGHUP, as after Ctrl-C.
         interrupt_at_end()
@@ -122,21 +122,17 @@ class Evaluate(BaseModelOptions):
                 sources.setdefault(_name_of(source.settings, sources), source.bare)
                 if source.adapter is not None:
                     sources[text] = source
+            scoring = Scoring(
+                batch_tokens=self.batch_tokens,
+                prompt_tokens=self.max_length,
+                new_tokens=self.max_new_tokens,
+                rows=self.limit,
+                encoder=encoder,
+                harness=harness,
+            )
             scores: Scores = {}
             try:
-                score_models(
-                    limits=TaskLimits(
-                        batch_tokens=self.batch_tokens,
-                        prompt_tokens=self.max_length,
-                        new_tokens=self.max_new_tokens,
-                        rows=self.limit,
-                    ),
-                    sources=sources,
-                    questions=questions,
-                    encoder=encoder,
-                    harness=harness,
-                    scores=scores,
-                )
+                scoring.score(sources, questions, scores)
             finally:
                 # Show and write the scores computed so far, even after an interruption.
                 if scores:

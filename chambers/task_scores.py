@@ -34,85 +34,93 @@ _MAJORITY = "majority"
 
 
 @dataclass(frozen=True)
-class TaskLimits:
-    """Limits of a measurement."""
+class Scoring:
+    """How models are scored."""
 
     batch_tokens: int  # maximum number of padded tokens processed at once
     prompt_tokens: int  # to which prompts of tasks with generated answers are truncated
     new_tokens: int  # maximum number of tokens per answer
     rows: int | None  # number of rows of each of lm-evaluation-harness' tasks; None for all
+    encoder: Encoder | None  # with which BERTScore also scores generated answers
+    harness: Harness | None
 
+    def score(
+        self,
+        sources: Mapping[str, ModelSource],
+        questions: Mapping[str, Sequence[Question]],
+        scores: Scores,
+    ) -> None:
+        """Score models one after another on tasks' questions; models and tasks are keyed by name.
 
-def score_models(
-    limits: TaskLimits,
-    sources: Mapping[str, ModelSource],
-    questions: Mapping[str, Sequence[Question]],
-    encoder: Encoder | None,
-    harness: Harness | None,
-    scores: Scores,
-) -> None:
-    """Score models one after another on tasks' questions; models and tasks are keyed by name.
-
-    With an encoder, BERTScore also scores generated answers. ``scores`` receives each task's scores
-    as soon as they are computed. Raise ``UserError`` if a question is too long, or a model can't be
-    used.
-    """
-    prepared = {name: _prepare(limits, source, questions) for name, source in sources.items()}
-    for model_name, source in sources.items():
-        tokenizer, tasks = prepared[model_name]
-        with load_source(source) as model:
-            max_tokens = min(limits.batch_tokens, source.max_tokens)
-            for name, tokenized in tasks.items():
-                task, own = tokenized.task, tokenized.questions
-                started = time.perf_counter()
-                answers = answer_questions(
-                    model=model,
-                    tokenizer=tokenizer,
-                    prepared=tokenized,
-                    max_tokens=max_tokens,
-                    new_tokens=limits.new_tokens,
-                )
-                seconds = time.perf_counter() - started
-                metrics = score_answers(task, own, answers)
-                if name not in scores:
-                    majority = majority_class(task, own)
-                    scores[name] = {"questions": len(own), _MAJORITY: majority, "models": {}}
-                kept = {**metrics, "seconds": round(seconds, 3)}
-                scores[name]["models"][model_name] = kept
-                if encoder is not None and not task.is_cloze:
-                    references = [question.answers[0] for question in own]
-                    kept["bertscore"] = bertscore(answers.texts, references, encoder)
-            if harness is not None:
-                for name, own_scores in _harness_scores(
-                    limits=limits,
-                    harness=harness,
-                    model=model,
-                    tokenizer=tokenizer,
-                    source=source,
-                ).items():
+        ``scores`` receives each task's scores as soon as they are computed. Raise ``UserError`` if
+        a question is too long, or a model can't be used.
+        """
+        prepared = {name: self._prepare(source, questions) for name, source in sources.items()}
+        for model_name, source in sources.items():
+            tokenizer, tasks = prepared[model_name]
+            with load_source(source) as model:
+                for name, tokenized in tasks.items():
+                    task, own = tokenized.task, tokenized.questions
+                    started = time.perf_counter()
+                    answers = answer_questions(
+                        model=model,
+                        tokenizer=tokenizer,
+                        prepared=tokenized,
+                        max_tokens=min(self.batch_tokens, source.max_tokens),
+                        new_tokens=self.new_tokens,
+                    )
+                    seconds = time.perf_counter() - started
+                    kept = score_answers(task, own, answers) | {"seconds": round(seconds, 3)}
+                    if name not in scores:
+                        majority = majority_class(task, own)
+                        scores[name] = {"questions": len(own), _MAJORITY: majority, "models": {}}
+                    scores[name]["models"][model_name] = kept
+                    if self.encoder is not None and not task.is_cloze:
+                        references = [question.answers[0] for question in own]
+                        kept["bertscore"] = bertscore(answers.texts, references, self.encoder)
+                of_harness = self._score_with_harness(model, tokenizer, source)
+                for name, own_scores in of_harness.items():
                     empty = {"questions": own_scores["questions"], _MAJORITY: {}, "models": {}}
                     scores.setdefault(name, empty)["models"][model_name] = own_scores["metrics"]
 
+    def _prepare(
+        self, source: ModelSource, questions: Mapping[str, Sequence[Question]]
+    ) -> tuple[Any, dict[str, Prepared]]:
+        """Tokenize the questions and check their lengths before weights are loaded."""
+        tokenizer = load_tokenizer(source.directory)
+        prepared = {}
+        for name, own in questions.items():
+            task = TASKS[name]
+            tokenized = prepared[name] = prepare_questions(
+                tokenizer=tokenizer, task=task, questions=own, prompt_length=self.prompt_tokens
+            )
+            check_length(
+                source=source,
+                longest=tokenized.longest,
+                new_tokens=0 if task.is_cloze else self.new_tokens,
+                batch_tokens=self.batch_tokens,
+            )
+        return tokenizer, prepared
 
-def _harness_scores(
-    limits: TaskLimits, harness: Harness, model: TextModel, tokenizer: Any, source: ModelSource
-) -> dict[str, dict[str, Any]]:
-    from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
+    def _score_with_harness(
+        self, model: TextModel, tokenizer: Any, source: ModelSource
+    ) -> dict[str, dict[str, Any]]:
+        if self.harness is None:
+            return {}
+        from finetuning.evaluation.harness import HarnessModel, harness_scores, max_positions
 
-    names, manager = harness
-    seen = HarnessModel(
-        model=model,
-        tokenizer=tokenizer,
-        max_tokens=min(limits.batch_tokens, source.max_tokens),
-        max_length=min(
-            max_positions(source.directory, tokenizer) - source.columns_before,
-            source.max_prompt_length,
-        ),
-    )
-    try:
-        return harness_scores(model=seen, names=names, manager=manager, limit=limits.rows)
-    except DataError as error:
-        raise CommandError(f"{error}; --batch-tokens is {limits.batch_tokens}") from error
+        names, manager = self.harness
+        positions = max_positions(source.directory, tokenizer) - source.columns_before
+        seen = HarnessModel(
+            model=model,
+            tokenizer=tokenizer,
+            max_tokens=min(self.batch_tokens, source.max_tokens),
+            max_length=min(positions, source.max_prompt_length),
+        )
+        try:
+            return harness_scores(model=seen, names=names, manager=manager, limit=self.rows)
+        except DataError as error:
+            raise CommandError(f"{error}; --batch-tokens is {self.batch_tokens}") from error
 
 
 def print_scores(scores: Scores) -> None:
@@ -124,36 +132,12 @@ def print_scores(scores: Scores) -> None:
     for name, of_task in scores.items():
         columns = [of_task[_MAJORITY], *of_task["models"].values()]
         metrics = [metric for metric in of_task["models"][models[0]] if metric != "seconds"]
+        # Metrics of the harness may be outside 0..1.
+        scale, digits = (100, 1) if name in TASKS else (1, 4)
         for metric in metrics:
-            values = (_format(name, v[metric]) if metric in v else "" for v in columns)
+            values = (f"{scale * v[metric]:.{digits}f}" if metric in v else "" for v in columns)
             table.add_row(name, str(of_task["questions"] or ""), metric, *values)
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 120
     console.print(table)
-
-
-def _format(task: str, value: float) -> str:
-    # Metrics of the harness may be outside 0..1.
-    return f"{100 * value:.1f}" if task in TASKS else f"{value:.4f}"
-
-
-def _prepare(
-    limits: TaskLimits, source: ModelSource, questions: Mapping[str, Sequence[Question]]
-) -> tuple[Any, dict[str, Prepared]]:
-    """Tokenize the questions and check their lengths before weights are loaded."""
-    tokenizer = load_tokenizer(source.directory)
-    prepared = {
-        name: prepare_questions(
-            tokenizer=tokenizer, task=TASKS[name], questions=own, prompt_length=limits.prompt_tokens
-        )
-        for name, own in questions.items()
-    }
-    for tokenized in prepared.values():
-        check_length(
-            source=source,
-            longest=tokenized.longest,
-            new_tokens=0 if tokenized.task.is_cloze else limits.new_tokens,
-            batch_tokens=limits.batch_tokens,
-        )
-    return tokenizer, prepared
