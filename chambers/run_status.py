@@ -18,7 +18,6 @@ from federation.run_folder import (
     LOG,
     METRICS_FILE,
     Event,
-    LaneStatus,
     RunStatus,
     checkpoint_files,
     is_running,
@@ -231,7 +230,7 @@ def list_clients(run: RunState) -> list[tuple[str, ...]]:
             reduced.add(out["client"])
     if run.works:
         before = {name: f"; {doing[name]}" for name in reduced}
-        lanes = {lane.client: _progress(lane, run) for lane in status.lanes}
+        lanes = {each.client: f", {each.steps} of {each.planned} steps" for each in status.lanes}
         for name in status.asked:
             doing[name] = f"in {status.phase}{lanes.get(name, '')}{before.get(name, '')}"
         for name in status.replied:
@@ -247,16 +246,6 @@ def list_clients(run: RunState) -> list[tuple[str, ...]]:
         loss = "-" if own.get("loss") is None else f"{own['loss']:.3f}"
         rows.append((name, count, speed, loss, text))
     return rows
-
-
-def _progress(lane: LaneStatus, run: RunState) -> str:
-    """Return a client's number of completed steps, and the estimated remaining time."""
-    steps = f", {lane.steps} of {lane.planned} steps"
-    if not lane.steps or lane.steps >= lane.planned:
-        return steps
-    passed = run.status.updated - run.status.since
-    left = passed * lane.planned / lane.steps - (run.now - run.status.since)
-    return f"{steps}, about {format_duration(left)} left"
 
 
 def format_duration(seconds: float) -> str:
