@@ -109,8 +109,8 @@ class AdapterOptions(BaseModelOptions):
         """Raise ``UserError`` if a given folder is missing, without importing heavy libraries."""
         if self.adapter:
             check_folder(self.adapter)
-        if self.model and _is_missing(self.model):
-            raise _no_base_model(self.model)
+        if self.model:
+            _check_base_model(self.model)
 
     def settings(
         self, adapter: SavedAdapter | None, run: "RunFolder | None", offered: str = ""
@@ -131,8 +131,7 @@ class AdapterOptions(BaseModelOptions):
             raise CommandError(f"no base model is named{only}: add --model NAME_OR_PATH")
         # Skip folders that exist only at another party: the adapter may name one on this machine.
         name = next((name for name in names if not _is_missing(name)), names[0])
-        if _is_missing(name):
-            raise _no_base_model(name)
+        _check_base_model(name)
         here = Path(name).expanduser()
         if name not in BUILT_IN and here.exists():
             name = os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
@@ -232,7 +231,8 @@ def _is_missing(name: str) -> bool:
     return path.is_absolute() and not path.exists()
 
 
-def _no_base_model(name: str) -> CommandError:
-    return CommandError(
-        f"there is no base model in {name} on this machine; name one with --model NAME_OR_PATH"
-    )
+def _check_base_model(name: str) -> None:
+    if _is_missing(name):
+        raise CommandError(
+            f"there is no base model in {name} on this machine; name one with --model NAME_OR_PATH"
+        )

@@ -1,6 +1,6 @@
 """Estimate the remaining time of a run from its finished rounds and evaluations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from federation.run_folder import Event, RunStatus
@@ -21,18 +21,30 @@ def time_left(
 
     The run must be in training or evaluation; ``now`` is in seconds since the epoch.
     """
-    training = durations(events, "round")
+    training, evaluations = durations(events, "round"), durations(events, "evaluation")
     if not training:
         return None
-    evaluation_seconds = _evaluation_seconds(config, events, status)
-    round_seconds = _recent_mean(training)
-    elapsed = now - status.since
-    ahead = range(status.round + 1, int(config["rounds"]) + 1)
-    left = len(ahead) * round_seconds + sum(map(evaluation_seconds, ahead))
+    rounds, every = int(config["rounds"]), int(config.get("evaluate.every", 1))
+
+    def measures_losses(number: int) -> bool:
+        # After other rounds, there is a shorter evaluation or none, depending on the strategy.
+        return number == rounds or number % every == 0
+
+    # Durations of evaluations, by whether they measure losses. If the next round has started
+    # without an evaluation event, there was no evaluation.
+    expected = {True: evaluations.get(0, 0.0) * _LATER_EVALUATION, False: 0.0}
+    ended = [n for n in training if n in evaluations or n < status.round]
+    for kind in expected:
+        if alike := {n: evaluations.get(n, 0.0) for n in ended if measures_losses(n) is kind}:
+            expected[kind] = _recent_mean(alike)
+    round_seconds, elapsed = _recent_mean(training), now - status.since
+    ahead = range(status.round + 1, rounds + 1)
+    left = sum(round_seconds + expected[measures_losses(number)] for number in ahead)
+    own = expected[measures_losses(status.round)]
     if status.phase == "evaluation":
-        over = status.round in durations(events, "evaluation")
-        return left if over else left + max(0.0, evaluation_seconds(status.round) - elapsed)
-    return left + _left_of_round(status, round_seconds, elapsed) + evaluation_seconds(status.round)
+        over = status.round in evaluations
+        return left if over else left + max(0.0, own - elapsed)
+    return left + _left_of_round(status, round_seconds, elapsed) + own
 
 
 def durations(events: Sequence[Event], kind: str) -> dict[int, float]:
@@ -54,26 +66,3 @@ def _left_of_round(status: RunStatus, expected: float, elapsed: float) -> float:
         # The steps were counted when the status was written.
         expected = (status.updated - status.since) / share
     return max(0.0, expected - elapsed)
-
-
-def _evaluation_seconds(
-    config: Mapping[str, Any], events: Sequence[Event], status: RunStatus
-) -> Callable[[int], float]:
-    """Return a function that estimates the duration of the evaluation after a given round.
-
-    Losses are measured after every ``evaluate.every`` rounds and after the last round. After other
-    rounds, there is a shorter evaluation or none, depending on the strategy.
-    """
-    every, rounds = int(config.get("evaluate.every", 1)), int(config["rounds"])
-
-    def measures_losses(number: int) -> bool:
-        return number == rounds or number % every == 0
-
-    known = durations(events, "evaluation")
-    expected = {True: known.get(0, 0.0) * _LATER_EVALUATION, False: 0.0}
-    # If the next round has started without an evaluation event, there was no evaluation.
-    over = [n for n in durations(events, "round") if n in known or n < status.round]
-    for kind in expected:
-        if seconds := {n: known.get(n, 0.0) for n in over if measures_losses(n) is kind}:
-            expected[kind] = _recent_mean(seconds)
-    return lambda number: expected[measures_losses(number)]

@@ -151,15 +151,12 @@ class Answerer:
                 for request in batch:
                     request.emit(self._describe(error, batch[0]))
                 if isinstance(self._model, LaneModel):  # open another lane for the next batch
-                    self._close()
+                    self._model = None
+                    with suppress(UserError, LaneError, OSError):  # the lane has failed already
+                        self._resources.close()
                 elif is_broken():
                     self.broken = True
                     self.on_broken()
-
-    def _close(self) -> None:
-        resources, self._resources, self._model = self._resources, ExitStack(), None
-        with suppress(UserError, LaneError, OSError):  # the lane has failed already
-            resources.close()
 
     def _describe(self, error: Exception, request: Request) -> Exception:
         """Convert lane and out-of-memory errors to messages for users."""
