@@ -114,7 +114,7 @@ class Results:
             return None
         folder = self._trained(self._rounds[client]) / client
         if not folder.is_dir():
-            folder = self._clients / client
+            folder = self.directory / "adapters" / "clients" / client
         return self._rounds[client], dict(load_file(folder / "adapter_model.safetensors"))
 
     def checkpoint(self, progress: Progress, state: State) -> None:
@@ -168,10 +168,6 @@ class Results:
         )
         save_adapter(folder, state, self._peft_config, card, tokenizer)
 
-    @property
-    def _clients(self) -> Path:
-        return self.directory / "adapters" / "clients"
-
     def _trained(self, round_number: int) -> Path:
         """Return the folder for a round's personalised adapters until the round is evaluated."""
         return self.directory / ".trained" / str(round_number)
@@ -180,7 +176,7 @@ class Results:
         """Copy a round's personalised adapters to ``adapters/clients``, and delete all others."""
         trained = self._trained(finished_rounds)
         for folder in sorted(trained.glob("*")):
-            with replacing(self._clients / folder.name) as aside:
+            with replacing(self.directory / "adapters" / "clients" / folder.name) as aside:
                 shutil.copytree(folder, aside)
         remove_whole(trained.parent)
 
