@@ -154,16 +154,14 @@ def _time_left(run: RunState) -> str:
 
 def _evaluation(run: RunState) -> str:
     """Return each model's mean held-out loss in the last evaluation, and the base model's."""
-    losses: dict[str, dict[str, float]] = {}
-    last = 0
-    for event in run.events:
-        if event["event"] == "evaluate" and event.get("loss") is not None:
-            if event["model"] != "base" and event["round"] > last:
-                losses = {model: own for model, own in losses.items() if model == "base"}
-                last = event["round"]
-            losses.setdefault(event["model"], {})[event["client"]] = event["loss"]
-    if not losses:
+    known = [e for e in run.events if e["event"] == "evaluate" and e.get("loss") is not None]
+    if not known:
         return "none yet"
+    last = max(event["round"] for event in known)
+    losses: dict[str, dict[str, float]] = {}
+    for event in known:
+        if event["round"] == last or event["model"] == "base":
+            losses.setdefault(event["model"], {})[event["client"]] = event["loss"]
     means = ", ".join(f"{model} {fmean(own.values()):.3f}" for model, own in losses.items())
     return f"after round {last}: mean held-out loss {means}"
 
