@@ -13,7 +13,7 @@ from rich.table import Table
 
 from chambers.disk_space import ACCESS_LOG, DATABASE, MIN_FREE_GIB, free_gib, top_sender
 from chambers.errors import describe_error
-from chambers.time_left import durations, time_left
+from chambers.time_left import time_left
 from federation.run_folder import (
     LOG,
     METRICS_FILE,
@@ -117,7 +117,6 @@ def list_facts(run: RunState) -> list[tuple[str, str]]:
         ("Time left", _time_left(run)),
         ("Evaluation", _evaluation(run)),
         ("Factors", _factor_error(run)),
-        ("Throughput", _throughput(run)),
         ("Checkpoint", _checkpoint(run)),
         ("Disk", run.space),
         *([("Log", str(run.directory / LOG))] if (run.directory / LOG).exists() else []),
@@ -176,26 +175,6 @@ def _factor_error(run: RunState) -> str:
         return "the average of adapters is exact, as only A or B is trained in a round"
     masked = run.config.get("sums.enabled")
     return "error of averaging A and B apart: " + ("hidden by masks" if masked else "unknown")
-
-
-def _throughput(run: RunState) -> str:
-    """Return the tokens per second of open lanes or, without lanes, of the last round."""
-    lanes, seconds = run.status.lanes, run.status.updated - run.status.since
-    if run.works and lanes and seconds > 0:
-        steps, tokens = sum(lane.steps for lane in lanes), sum(lane.tokens for lane in lanes)
-        rate = f"{tokens / seconds:,.0f} padded tokens/s, {steps / seconds:,.2f} steps/s"
-        return f"{rate} in round {run.status.round}"
-    rounds = [event for event in run.events if event["event"] == "round"]
-    if not rounds:
-        return "unknown"
-    last = rounds[-1]["round"]
-    trained = [e for e in run.events if e["event"] == "train" and e["round"] == last]
-    tokens, steps = (sum(event.get(key, 0) for event in trained) for key in ("tokens", "steps"))
-    if not tokens:  # masked sums: no client reports them
-        return "unknown"
-    seconds = max(durations(rounds, "round").get(last, 0.0), 1e-3)
-    rate = f"{tokens / seconds:,.0f} tokens/s, {steps / seconds:,.2f} steps/s"
-    return f"{rate} in round {last}, of {format_duration(seconds)}"
 
 
 def _checkpoint(run: RunState) -> str:

@@ -17,8 +17,8 @@ class Status:
     """Show the status of a run.
 
     The status is read from the run's folder at the coordinator. It includes whether the run is
-    active, the round, throughput, remaining time and last checkpoint, and for each client the
-    current state, or why the client is left out.
+    active, the round, remaining time and last checkpoint, and for each client the last training's
+    results and the current state, or why the client is left out.
 
     \b
       chambers status runs/2026-01-31_12-00-00_fl-glm --watch

@@ -21,7 +21,7 @@ def time_left(
 
     The run must be in training or evaluation; ``now`` is in seconds since the epoch.
     """
-    training, evaluations = durations(events, "round"), durations(events, "evaluation")
+    training, evaluations = _durations(events, "round"), _durations(events, "evaluation")
     if not training:
         return None
     rounds, every = int(config["rounds"]), int(config.get("evaluate.every", 1))
@@ -47,7 +47,7 @@ def time_left(
     return left + _left_of_round(status, round_seconds, elapsed) + own
 
 
-def durations(events: Sequence[Event], kind: str) -> dict[int, float]:
+def _durations(events: Sequence[Event], kind: str) -> dict[int, float]:
     """Return the durations in seconds of all events of a kind, by round."""
     return {e["round"]: e["seconds"] for e in events if e["event"] == kind and "seconds" in e}
 
