@@ -241,9 +241,9 @@ def _share(task: ClientTask) -> float:
 
 
 def _was_sent(task: ClientTask, digest: str) -> bool:
-    policy = task.site.policy
+    policy, client = task.site.policy, task.institution.name
     lines = AuditLog(policy.audit_file).lines() if policy else ()
-    return any(line.get(SUM) == digest for line in lines)
+    return any((line.get(SUM), line.get("client")) == (digest, client) for line in lines)
 
 
 def _key_file(state: ClientState) -> Path:

@@ -272,18 +272,23 @@ class Participants:
         announced = {p.name: p.announcement for p in prepared if p.announcement}
         groups = self._groups_of()
         self.groups = {}
+        for name, rows in (self.agreed or {}).items():
+            if name in announced and announced[name].statement.rows > rows:
+                del announced[name]
+                self._absent[name] = f"it announces more than the {rows} rows that are agreed on"
+        here, drawn = {p.name for p in connected}, {p.name for p in prepared}
+        for name in here - {name for names in groups for name in names}:
+            self._absent[name] = "it is in no group of sums.members"
         for names in groups:
             if announced.keys() >= set(names):
                 group = Group({name: announced[name] for name in names})
                 self.groups |= dict.fromkeys(names, group)
-        here = {p.name for p in connected}
-        for name in here - self.groups.keys():
-            own = next((names for names in groups if name in names), [])
-            missing = ", ".join(other for other in own if other not in announced)
-            if missing:
-                self._absent[name] = f"its group is incomplete: {missing} takes no part"
-            elif not own:
-                self._absent[name] = "it is in no group of sums.members"
+            elif not here >= set(names) or drawn & set(names):  # else it wasn't drawn
+                missing = [name for name in names if name not in here]
+                missing = missing or [name for name in names if name not in announced]
+                reason = f"its group is incomplete: {', '.join(missing)} can't take part"
+                for name in here & set(names):
+                    self._absent.setdefault(name, reason)
         return [p for p in prepared if p.name in self.groups]
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:

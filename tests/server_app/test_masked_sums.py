@@ -8,6 +8,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from safetensors.torch import load_file
 
+from chambers.in_process import InProcessGrid
 from federation.messages import ARRAYS
 from federation.sums.masks import CHECK
 from finetuning.aggregation.robust_aggregation import distance
@@ -143,3 +144,19 @@ def test_other_groups_continue_without_a_group_that_lacks_a_member(values, tmp_p
     assert {left["client"] for left in one["left_out"]} == set(groups[0])
     adapters = final(lacking)
     assert any(torch.any(adapters[n] != value) for n, value in final(whole).items())
+
+
+def test_whole_groups_are_drawn(values, tmp_path):
+    for number in range(8):
+        write_rows(tmp_path / "rows" / f"c{number}" / "train.jsonl", 4, number)
+        write_rows(tmp_path / "rows" / f"c{number}" / "test.jsonl", 2, number)
+    values |= folders(tmp_path / "runs") | SUMS
+    values |= {"strategy": "fedjudge-base", "rounds": 4, "sample": 0.5, "evaluate.every": 4}
+    values["data.path"] = str(tmp_path / "rows")
+    nodes = {i + 1: {"partition-id": i, "num-partitions": 8} for i in range(8)}
+    directory = serve(values, InProcessGrid(values, nodes))
+    drawn = [e["participants"] for e in events(directory) if e["event"] == "round"]
+    assert all(len({int(name[1]) % 2 for name in names}) == 1 for names in drawn)
+    assert all(len(names) == 4 for names in drawn)
+    assert not any(e["left_out"] for e in events(directory) if e["event"] == "round")
+    assert len({tuple(names) for names in drawn}) == 2
