@@ -177,13 +177,11 @@ class Course:
         self._steps = steps or [order[n : n + size] for n in range(0, len(order), size)]
         self._done = 0
         self._state: OptimizerState | None = None
-        self.computing = 0.0  # CPU seconds of the threads that called ``train``
 
     def train(self, count: int) -> list[float]:
         """Train the next steps, and return their losses."""
-        job, started = self._job, time.thread_time()
+        job, deadline = self._job, time.monotonic() + LIFETIME
         steps = self._steps[self._done : self._done + count]
-        deadline = time.monotonic() + LIFETIME
         report, self._state = train_round(
             model=self._model,
             parameters=self._parameters,
@@ -194,7 +192,6 @@ class Course:
             optimizer_state=self._state,
         )
         self._done += count
-        self.computing += time.thread_time() - started
         return report.losses
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -84,10 +84,9 @@ class Processes(Side):
         """Return the mean CPU seconds per turn of the server's process."""
         return mean(turn[len(self._clients)] for turn in self.cpu[self.warm_up :])
 
-    def accounts(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """End the round; return each client's traffic and times, and each lane's at the server."""
-        own = [account for client in self._clients for account in client.ask(Training.accounts)]
-        return own, self._servers[0].ask(TrainingServer.finish)
+    def traffic_bytes(self) -> int:
+        """End the round; return the bytes that all lanes have carried in both directions."""
+        return sum(client.ask(Training.finish) for client in self._clients)
 
     def gpu_peaks(self) -> list[int]:
         """Return the peaks of GPU memory in bytes: of all clients, and of the server, if any."""
@@ -147,14 +146,12 @@ class Training:
         wait_for_gpus()
         return losses
 
-    def accounts(self) -> list[dict[str, Any]]:
-        """End the round, and return each client's traffic and times."""
+    def finish(self) -> int:
+        """End the round, and return the bytes that all lanes have carried in both directions."""
         list(self._threads.map(lambda model: model.end(), self._models))
         self._lanes.close()
-        return [
-            asdict(model.lane.traffic) | {"seconds_computing": course.computing}
-            for model, course in zip(self._models, self._courses, strict=True)
-        ]
+        each = [model.lane.traffic for model in self._models]
+        return sum(traffic.bytes_up + traffic.bytes_down for traffic in each)
 
 
 class TrainingServer:
@@ -179,11 +176,12 @@ class TrainingServer:
         self._server.state_of(self._names[0])
         wait_for_gpus()
 
-    def finish(self) -> list[dict[str, Any]]:
-        """End the round, and return each lane's traffic and times, with any error."""
-        accounts = [asdict(account) for account in self._server.finish_lanes()]
+    def finish(self) -> None:
+        """End the round; exit if a lane failed."""
+        errors = [account.error for account in self._server.finish_lanes() if account.error]
         self._server.stop()
-        return accounts
+        if errors:
+            raise SystemExit(errors[0])
 
 
 def gpu_peak(_: object) -> int:

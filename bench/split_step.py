@@ -1,6 +1,6 @@
 """Cost of splitting a training step, compared with the whole model in one process.
 
-    python -m bench.split_step [--pairs 15] [--record FILE]
+    python -m bench.split_step [--pairs 15]
 
 Each configuration has its own processes, which take turns of one optimizer step; the first two
 turns are a warm-up. Each process has one torch thread and is bound to its cores. A step has four
@@ -12,22 +12,17 @@ proxy.
 
 The measured lanes carry bfloat16. Before the measurement, a lane with float32 runs the first three
 steps; the run fails if its losses differ by more than 1e-4 from the whole model's.
-``--record docs/recorded/split_step.json`` also writes the result as JSON, with a breakdown of the
-time of a step.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from bench.harness import RATIOS, WARM_UP, command, compared_with, make_table, ratios, show
+from bench.harness import RATIOS, WARM_UP, command, make_table, ratios, show
 from bench.job import SEED, Shape, TrainingJob, random_job
 from bench.parties import Processes, alternate
 from split.settings import SplitSettings
@@ -35,7 +30,6 @@ from split.settings import SplitSettings
 _COMPARED = 3  # number of first steps whose losses are compared
 _TOLERANCE = 1e-4
 _DELAY, _GIGABITS = 0.02, 1.0
-Breakdown = dict[str, dict[str, float]]
 
 
 def start_configurations(
@@ -69,25 +63,6 @@ def make_comparison(sides: Sequence[Processes]) -> Table:
     return table
 
 
-def break_down(side: Processes) -> Breakdown:
-    """Return a breakdown of a split side's time, in seconds per step, including the warm-up.
-
-    A client's ``seconds_computing`` are CPU time of its thread, and ``cpu`` is the CPU time of a
-    whole process. All other seconds are wall-clock time.
-    """
-    (client,), (server,) = side.accounts()
-    steps = len(side.losses)
-    cpu = [sum(each) / steps for each in zip(*side.cpu, strict=True)]
-    result: Breakdown = {
-        party: {key: value / steps for key, value in account.items() if key.startswith("seconds_")}
-        for party, account in (("client", client), ("server", server))
-    }
-    for party, seconds in zip(("client", "server", "proxy"), cpu, strict=False):
-        result.setdefault(party, {})["cpu"] = seconds
-    result["bytes"] = {key: client[key] / steps for key in ("bytes_up", "bytes_down")}
-    return result
-
-
 def first_losses(job: TrainingJob, split: SplitSettings, core: int) -> list[float]:
     """Train the first steps with wire type float32, and return their losses."""
     job, split = replace(job, steps=_COMPARED), split.model_copy(update={"wire_dtype": "float32"})
@@ -101,40 +76,25 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one[:_COMPARED], other[:_COMPARED], strict=True))
 
 
-def make_record(
-    sides: Sequence[Processes], accounts: Sequence[Breakdown], wire: str
-) -> dict[str, Any]:
-    """Return times, their ratios to the whole model's and their breakdown, for a JSON file."""
-    result = []
-    for side, account in zip(sides, (None, *accounts), strict=True):
-        times = dict(zip(("median", "minimum", "cpu"), side.summary(), strict=True))
-        entry = {"name": side.name, "seconds": times, "ratios": compared_with(side, sides[0])}
-        result.append(entry | ({"spent": account} if account else {}))
-    return {"pairs": len(sides[0].seconds) - WARM_UP, "wire": wire, "sides": result}
-
-
 def main() -> None:
     """Measure, and print the table."""
-    parser = command(__doc__, pairs=15)
-    parser.add_argument("--record", type=Path, help="JSON file for the results")
-    arguments = parser.parse_args()
+    pairs = command(__doc__, pairs=15).parse_args().pairs
     cores = sorted(os.sched_getaffinity(0))
     shape = Shape()
     split = SplitSettings(frame_timeout=3600.0)
     with ExitStack() as stack:
-        job = stack.enter_context(random_job(shape, WARM_UP + arguments.pairs))
+        job = stack.enter_context(random_job(shape, WARM_UP + pairs))
         exact = first_losses(job, split, cores[-1])
         sides = start_configurations(stack, job, split, cores)
         alternate(sides, job.steps)
-        accounts = [break_down(side) for side in sides[1:]]
+        most = max(side.traffic_bytes() for side in sides[1:]) / job.steps
     whole = sides[0].losses
-    most = max(sum(account["bytes"].values()) for account in accounts)
     differences = {
         split.wire_dtype: max(largest_difference(side.losses, whole) for side in sides),
         "float32": largest_difference(exact, whole),
     }
     show(
-        f"{shape}, {arguments.pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
+        f"{shape}, {pairs} turns, wire type {split.wire_dtype}, seed {SEED}",
         "seconds per step, and ratios",
         make_comparison(sides),
         f"at most {most / 1000:.1f} kilobytes per step in both directions, "
@@ -147,9 +107,6 @@ def main() -> None:
     )
     if not differences["float32"] <= _TOLERANCE:
         raise SystemExit(f"the losses differ by more than {_TOLERANCE}")
-    if arguments.record:
-        result = make_record(sides, accounts, split.wire_dtype)
-        arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
