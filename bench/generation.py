@@ -42,17 +42,15 @@ from bench.harness import (
 )
 from bench.job import (
     FLOAT32,
-    LIFETIME,
     SEED,
     Shape,
     TrainingJob,
     load_client_parts,
-    load_server_part,
     load_whole,
     open_model,
     random_job,
-    start_block_server,
 )
+from bench.parties import BenchServer
 from bench.proxy import Proxy
 from chambers.model_source import ModelSource
 from chambers.models import find_draft
@@ -63,8 +61,6 @@ from finetuning.model.locating import locate
 from finetuning.model.tokenizer import load_tokenizer
 from finetuning.whole_model import WholeModel
 from split.client.split_model import SplitModel
-from split.model.adapters import take_apart
-from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
 _ROWS, _PROMPT, _NEW = 8, 64, 64  # of the batch that the whole model continues, too
@@ -78,37 +74,18 @@ _PROMPTS = {
 }
 
 
-class GenerationServer:
-    """A block server in its own process, with numbered lanes."""
-
-    def __init__(self, job: TrainingJob, split: SplitSettings, lanes: int) -> None:
-        body = load_server_part(job, split)
-        parts = take_apart(job.state(), body.partition)
-        self._models = {"base": None, "global": parts["body"]}
-        self._server = start_block_server(
-            body, job, split, lanes, max_cached_tokens=job.shape.tokens
-        )
-        self._lanes = lanes
-
-    def invite(self) -> list[Invitation]:
-        """Return an invitation for each lane."""
-        invite = self._server.invite_to_evaluate
-        return [invite(str(lane), 0, self._models, LIFETIME) for lane in range(self._lanes)]
-
-
 def open_lanes(
     stack: ExitStack, cores: Collection[int], job: TrainingJob, delays: Sequence[float]
 ) -> tuple[list[SplitModel], list[int]]:
     """Open a lane with each delay, in seconds each way, to a block server in its own process.
 
-    A lane with a delay has a rate of 1 Gbit/s. The server has the models ``base`` and ``global``,
-    with the initial adapter. Return a model for each lane, and the ids of this process and the
-    server's.
+    A lane with a delay has a rate of 1 Gbit/s. Return a model for each lane, and the ids of this
+    process and the server's.
     """
     split = SplitSettings(wire_dtype="float32")
-    server = stack.enter_context(BoundProcess(cores, GenerationServer, job, split, len(delays)))
+    server = stack.enter_context(BoundProcess(cores, BenchServer, [job] * len(delays), split))
     models = []
-    for delay, invitation in zip(delays, server.ask(GenerationServer.invite), strict=True):
+    for delay, invitation in zip(delays, server.ask(BenchServer.invite_to_evaluate), strict=True):
         address = invitation.address
         if delay:
             proxy = stack.enter_context(BoundProcess(cores, Proxy, address, delay, 1.0))

@@ -255,9 +255,9 @@ def join_round(model: SplitModel, job: TrainingJob) -> None:
 
 
 def start_block_server(
-    body: Part, job: TrainingJob, split: SplitSettings, clients: int, max_cached_tokens: int = 0
+    body: Part, job: TrainingJob, split: SplitSettings, clients: int
 ) -> BlockServer:
-    """Serve the blocks to the clients; generation caches at most ``max_cached_tokens`` tokens."""
+    """Serve the blocks to the clients."""
     return BlockServer(
         body=body,
         state=take_apart(job.state(), body.partition),
@@ -265,9 +265,8 @@ def start_block_server(
         adapter=job.adapter,
         train=job.settings.model_copy(update={"local_steps": job.steps}),
         run="bench",
-        rounds=1,
         max_batch_tokens=job.shape.tokens,
         max_columns=job.shape.columns,
         minimum=clients,
-        max_cached_tokens=max_cached_tokens,
+        max_cached_tokens=job.shape.tokens,
     )

@@ -38,7 +38,7 @@ from bench.job import (
     open_model,
     random_job,
 )
-from bench.parties import Training, TrainingServer
+from bench.parties import BenchServer, Training
 from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
@@ -146,7 +146,7 @@ class MeasuredServer:
         body = load_server_part(jobs[0], split)
         layers = bytes_of([*body.model.parameters(), *body.model.buffers()])
         self._bytes = {"loading": self._memory.peak(), "layers": layers}
-        self._server = TrainingServer(jobs, split, body)
+        self._server = BenchServer(jobs, split, body)
         return self._server.invite()
 
     def finish(self) -> dict[str, int]:
@@ -161,8 +161,8 @@ def client_memory(job: TrainingJob, miniature: TrainingJob, cores: set[int]) -> 
     split = SplitSettings(frame_timeout=600.0)
     with BoundProcess(cores, copy, split) as client:
         for each in (miniature, job):
-            with BoundProcess(cores, TrainingServer, [each], split) as server:
-                (invitation,) = server.ask(TrainingServer.invite)
+            with BoundProcess(cores, BenchServer, [each], split) as server:
+                (invitation,) = server.ask(BenchServer.invite)
                 measured = client.ask(measure_client, each, invitation)
     return measured
 

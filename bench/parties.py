@@ -57,9 +57,9 @@ class Processes(Side):
         self._servers, proxies = list[BoundProcess](), list[BoundProcess]()
         if split is not None:
             server = stack.enter_context(
-                BoundProcess(server_cores or cores, TrainingServer, jobs, split)
+                BoundProcess(server_cores or cores, BenchServer, jobs, split)
             )
-            self._servers, invitations = [server], server.ask(TrainingServer.invite)
+            self._servers, invitations = [server], server.ask(BenchServer.invite)
             if line is not None:
                 every_core, address = os.sched_getaffinity(0), invitations[0].address
                 proxies = [stack.enter_context(BoundProcess(every_core, Proxy, address, *line))]
@@ -77,7 +77,7 @@ class Processes(Side):
             for own in self._ask_clients(Training.steps, *[1] * len(self._clients)):
                 losses += own
             for server in self._servers:
-                server.ask(TrainingServer.settle)
+                server.ask(BenchServer.settle)
         return mean(losses)
 
     def server_seconds(self) -> float:
@@ -154,7 +154,7 @@ class Training:
         return sum(traffic.bytes_up + traffic.bytes_down for traffic in each)
 
 
-class TrainingServer:
+class BenchServer:
     """A block server in this process, with a lane for each client."""
 
     def __init__(
@@ -166,9 +166,15 @@ class TrainingServer:
         self._server.begin_round(dict.fromkeys(self._names, 1), job.seed)
 
     def invite(self) -> list[Invitation]:
-        """Return an invitation for each client."""
+        """Return each client's invitation to train."""
         invite = self._server.invite_to_train
         return [invite(name, 1, self._seed, LIFETIME) for name in self._names]
+
+    def invite_to_evaluate(self) -> list[Invitation]:
+        """Return each client's invitation to ``base`` and, with the initial adapter, ``global``."""
+        models = {"base": None, "global": self._server.state_of(self._names[0])}
+        invite = self._server.invite_to_evaluate
+        return [invite(name, 0, models, LIFETIME) for name in self._names]
 
     def settle(self) -> None:
         """Wait until all work is done."""
