@@ -1,20 +1,9 @@
 """Generation with a split model: ``python -m bench.generation [--pairs 5]``.
 
 One process runs the clients and the whole model, and one the server. They and the proxies of slower
-lanes are bound to the same core and have one torch thread. Texts are generated greedily and with
-key-value caches, in ways that take turns. The wire type is float32; the run fails if the ways
-generate different tokens. CPU seconds are user and system time of client and server.
-
-*Splitting.* A batch of prompts of equal length is continued by the whole model, and over a lane.
-Ratios are a time ÷ the whole model's.
-
-*Drafts.* Over lanes with 0, 20 and 40 ms each way at 1 Gbit/s, SmolLM2-135M-Instruct repeats a
-clause of this project's licence, which is in the prompt, and answers a question, with and without
-``--draft prompt``.
-
-*Lanes.* SmolLM2-135M-Instruct with random adapters answers a question over each of eight lanes, one
-after another or at once. The clients are threads. CPU seconds are those of the server, because real
-clients compute at the same time.
+lanes share one core, and have one torch thread. Texts are generated greedily, in ways that take
+turns, with hidden states in float32; the run fails if the ways generate different tokens. CPU
+seconds are user and system time of client and server.
 """
 
 import os
@@ -148,7 +137,7 @@ def compare_with_whole(core: Collection[int], pairs: int) -> None:
 
 
 def compare_drafts(core: Collection[int], pairs: int) -> None:
-    """Measure generation with and without drafts, and print the table."""
+    """Measure a clause repeated from the prompt, and a free answer, with and without drafts."""
     job, tokenizer = smollm2()
     draft = find_draft("prompt", tokenizer, [ModelSource(FLOAT32, job.directory)]).settings
     prompts = tokenize_prompts(prompt_rows([*_PROMPTS.values()]), tokenizer)
@@ -171,7 +160,10 @@ def compare_drafts(core: Collection[int], pairs: int) -> None:
 
 
 def compare_lanes(core: Collection[int], pairs: int) -> None:
-    """Measure generation over several lanes in turn and at once, and print the table."""
+    """Measure generation over several lanes in turn and at once, and print the table.
+
+    CPU seconds are those of the server, because real clients compute at the same time.
+    """
     job, tokenizer = smollm2()
     questions = [f"May a tenant who owes {number} rents use the flat?" for number in range(_LANES)]
     rows = [tokens[None] for tokens in tokenize_prompts(prompt_rows(questions), tokenizer)]

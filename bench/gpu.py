@@ -3,16 +3,11 @@
     python -m bench.gpu [--size 1b 3b 7b] [--quantization none nf4] [--pairs 15] [--no-local]
                         [--clients 2 4 8] [--schedules serial …]
 
-For each size and type of weights, local training is first compared with ``transformers.Trainer``,
-as in ``bench.local_training``, in micro-batches of 8 examples.
-
-For each number of clients, each schedule and the whole model train in turn on the same
-samples, as in ``bench.schedules``. Frozen weights and the wire type are bfloat16; lanes are
-encrypted; adapters are LoRA on query, key and value. A client's step has four micro-batches, each
-of one example with 512 tokens (``--columns``), half of them targets. One process runs all clients,
-one the server and one the whole model. All use the first GPU, but with two or more GPUs, the server
-uses the second. A peak counts the bytes of all tensors since the start of loading, but not CUDA's
-context or the allocator's reserve.
+Local training is measured as in ``bench.local_training``, in micro-batches of 8 examples, and the
+schedules as in ``bench.schedules``, with micro-batches of one example with 512 tokens
+(``--columns``). Frozen weights are bfloat16. One process runs all clients. All processes use the
+first GPU, but with two or more GPUs, the server uses the second. A peak counts the bytes of all
+tensors since the start of loading, but not CUDA's context or the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.

@@ -2,12 +2,10 @@
 
     python -m bench.local_training [--pairs 15]
 
-Both sides train the same random Llama with the same LoRA adapter on the same examples per
-optimizer step, alternately, in one process with one thread on one core. The length-grouping
-sampler of ``Trainer`` selects the examples of a step; each side has its own way to divide them
-into micro-batches and to compute the loss. ``Trainer`` is timed from the start to the end of its
-step, without loading and padding data; ``train_round`` is timed as a whole. The run fails if the
-losses of any step differ by more than 1e-4.
+Both sides train the same model on the same examples per optimizer step, alternately, in one process
+with one thread. The length-grouping sampler of ``Trainer`` selects the examples of a step.
+``Trainer`` is timed without loading and padding data; ``train_round`` is timed as a whole. The run
+fails if the losses of any step differ by more than 1e-4.
 """
 
 import math

@@ -3,16 +3,13 @@
 *Client.* A fresh process loads the head and tail of a large random checkpoint and trains over a
 lane. Its peak, including loading, is compared with the sum of its own layers (each storage once),
 of the tensors saved by autograd for all micro-batches in flight, and of one chunk of a
-micro-batch's logits. Other memory raises the ratio above 1: gradients and Adam's moments, frames in
-transit, gRPC, and memory that the allocator does not return.
+micro-batch's logits.
 
-*Server.* Fresh processes serve one lane and eight lanes, with the hierarchical schedule and the
-same ``split.activation_budget``, which suffices for two micro-batches. The clients are threads of
-another process.
+*Server.* Fresh processes serve one lane and eight lanes, with the hierarchical schedule and an
+activation budget for two micro-batches. The clients are threads of another process.
 
-Everything is measured with glibc's *default* settings, with which glibc 2.36 leaves the heap nearly
-half empty, and again *mapped*: each block of 1 MiB or more is mapped separately, and all threads
-share two heaps.
+Everything is measured with glibc's *default* settings, and again *mapped*: each block of 1 MiB or
+more is mapped separately, and all threads share two heaps.
 """
 
 import gc

@@ -2,20 +2,15 @@
 
     python -m bench.schedules [--clients 2 4 8] [--pairs 15]
 
-For each number of clients K, this measures client-batch and hierarchical with K clients, serial
-with one, and the whole model. They take turns, bound to one core, with one torch thread per
-process. In a turn, all of them train on the same samples. A client's step has four micro-batches of
-2 × 256 tokens, half of them targets. Each of K clients runs one step per turn, and serial's only
-client runs K steps. The whole model runs one step, whose micro-batch j is the union of the clients'
-micro-batches j. Computation is in float32, and lanes are encrypted. A turn ends when clients *and*
-server have finished their optimizer steps.
+For each number of clients K, client-batch and hierarchical with K clients, serial with one, and the
+whole model train on the same samples in each turn: each of K clients runs one step, serial's only
+client runs K steps, and the whole model runs one step, whose micro-batch j is the union of the
+clients' micro-batches j. A turn ends when clients *and* server have finished their optimizer steps.
 
-Each schedule has separate processes: one for the server, and one for each client. Each number of
-clients is measured separately, because many processes slow each other down. CPU seconds are user
-and system time of all of a schedule's processes; *pairs* is the median of the turns' ratios.
-
-The last columns are the server's CPU seconds per sample, and centralised CPU seconds ÷ the
-server's: the limit of the speed-up with more client machines.
+All processes are bound to one core, with one torch thread: each schedule's server, and each of its
+clients. CPU seconds are user and system time of all of a schedule's processes. The last columns are
+the server's CPU seconds per sample, and centralised CPU seconds ÷ the server's: the limit of the
+speed-up with more client machines.
 
 In the first step, client-batch and the whole model compute the same, except that hidden states are
 sent in bfloat16; the run fails if their losses differ by more than 1e-2.

@@ -2,13 +2,10 @@
 
     python -m bench.split_step [--pairs 15]
 
-Each configuration has its own processes, which take turns of one optimizer step; the first two
-turns are a warm-up. Each process has one torch thread and is bound to its cores. A step has four
-micro-batches of 2 × 256 tokens, half of them targets. Computation is in float32, and lanes are
-encrypted. All configurations train on the same examples from the same initial adapter, through
-``train_round``. A split step ends when the client *and* the server have finished their optimizer
-steps. CPU seconds are user and system time of all processes of a configuration, including the
-proxy.
+Each configuration has its own processes, which take turns of one optimizer step. Each process has
+one torch thread and is bound to its cores. A split step ends when the client *and* the server have
+finished their optimizer steps. CPU seconds are user and system time of all processes of a
+configuration, including the proxy.
 
 The measured lanes carry bfloat16. Before the measurement, a lane with float32 runs the first three
 steps; the run fails if its losses differ by more than 1e-4 from the whole model's.
