@@ -182,7 +182,9 @@ class BlockServer(Endpoint):
             total_steps=self._rounds * steps,
             seed=seed,
         )
-        return self._grant(Identity(f"{self._run}/train", round_number, client), plan, lifetime)
+        identity = Identity(f"{self._run}/train", round_number, client)
+        self._grants[identity] = plan, lifetime
+        return self._invite(identity, lifetime)
 
     def invite_to_evaluate(
         self, client: str, round_number: int, models: Models, lifetime: float
@@ -193,7 +195,8 @@ class BlockServer(Endpoint):
         first round. The ticket is valid for ``lifetime`` seconds.
         """
         identity = Identity(f"{self._run}/evaluate", round_number, client)
-        return self._grant(identity, models, lifetime)
+        self._grants[identity] = models, lifetime
+        return self._invite(identity, lifetime)
 
     def mark_absent(self, client: str) -> None:
         """Stop waiting for a client that will not start the round."""
@@ -267,12 +270,6 @@ class BlockServer(Endpoint):
             self.finish_lanes(timeout_seconds)
         finally:
             super().stop()
-
-    def _grant(
-        self, identity: Identity, allowed: RoundPlan | Models, lifetime: float
-    ) -> Invitation:
-        self._grants[identity] = allowed, lifetime
-        return self._invite(identity, lifetime)
 
     def _serve(self, lane: Lane) -> None:
         with self._changed:

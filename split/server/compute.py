@@ -17,17 +17,12 @@ _PATIENCE = 2.0
 
 
 class Priority(IntEnum):
-    """Priorities of jobs: first jobs that free memory, then jobs that clients wait for.
-
-    ``FORWARD`` and ``GENERATION`` have equal priority, so forward passes don't delay text
-    generation.
-    """
+    """Priorities of jobs: first jobs that free memory, then jobs that clients wait for."""
 
     CLEANUP = 0
     BACKWARD = 1
     STEP = 2
-    FORWARD = 3
-    GENERATION = 4  # like FORWARD, but occupies memory until its texts are complete
+    FORWARD = 3  # also of a generation's prompts, so that other forward passes don't delay them
 
 
 class JobOwner(Protocol):
@@ -72,7 +67,7 @@ def first_ready(waiting: Sequence[Job], free_tokens: int, now: float) -> Job | N
     ]
     if ready and now - ready[0].queued >= _PATIENCE:
         return ready[0]
-    return min(ready, key=lambda job: min(job.priority, Priority.FORWARD), default=None)
+    return min(ready, key=lambda job: job.priority, default=None)
 
 
 def _first_with_tokens(waiting: Sequence[Job]) -> Job | None:

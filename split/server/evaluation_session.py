@@ -114,7 +114,7 @@ class EvaluationSession(Session):
     def _queue_prompts(self, prompts: Prompts) -> None:
         self._end_texts()
         self._has_texts = True
-        self.put(Priority.GENERATION, partial(self._begin_texts, prompts), prompts.tokens)
+        self.put(Priority.FORWARD, partial(self._begin_texts, prompts), prompts.tokens)
 
     def _begin_texts(self, prompts: Prompts) -> None:
         self._cached_tokens += prompts.tokens  # first, so that they are released after an error

@@ -41,9 +41,9 @@ def test_evaluating_losses_does_not_keep_generations_waiting(thread):
     put, order = thread.put, thread.order
 
     def queue():  # while nothing is computed
-        put("generation", Priority.GENERATION, 10)
+        put("generation", Priority.FORWARD, 10)
         put("loss 1", Priority.FORWARD)
-        put("generation without room", Priority.GENERATION, 10)
+        put("generation without room", Priority.FORWARD, 10)
         put("loss 2", Priority.FORWARD)
         put("gradient", Priority.BACKWARD)
 
@@ -69,7 +69,7 @@ def test_no_number_of_generations_keeps_another_waiting(thread):
     def queue():  # while nothing is computed
         for name in ("a", "b", "c"):
             put_token(name)
-        thread.put("prompt", Priority.GENERATION, 10)
+        thread.put("prompt", Priority.FORWARD, 10)
 
     thread.put("queue", Priority.CLEANUP, then=queue)
     wait_until(lambda: len(thread.order) >= 12)
@@ -78,8 +78,8 @@ def test_no_number_of_generations_keeps_another_waiting(thread):
 
 def test_a_small_generation_does_not_overtake_a_large_one(thread):
     def queue():
-        thread.put("large", Priority.GENERATION, 10)
-        thread.put("small", Priority.GENERATION, 4)
+        thread.put("large", Priority.FORWARD, 10)
+        thread.put("small", Priority.FORWARD, 4)
         thread.put("loss", Priority.FORWARD)
         thread.now += 60.0
 
@@ -131,7 +131,7 @@ def test_a_job_takes_those_of_others_that_wait_for_nothing_else(thread):
     def queue():
         thread.put("leader", Priority.BACKWARD, then=take, detail="leader")
         thread.put("a", Priority.BACKWARD, detail="a")
-        thread.put("prompt", Priority.GENERATION, owner=busy)
+        thread.put("prompt", Priority.FORWARD, owner=busy)
         thread.put("after the prompt", Priority.BACKWARD, owner=busy, detail="busy")
         thread.put("other", Priority.BACKWARD, detail="other")
         thread.put("b", Priority.BACKWARD, detail="b")
