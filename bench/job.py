@@ -97,16 +97,11 @@ def random_examples(job: "TrainingJob") -> list[Example]:
     """Draw random tokens for every step; the second half of each example is the target."""
     shape, generator = job.shape, torch.Generator().manual_seed(job.seed)
     size = (shape.rows * shape.micro_batches * job.steps, shape.columns)
-    return as_examples(torch.randint(shape.vocabulary, size, generator=generator))
-
-
-def as_examples(rows: torch.Tensor) -> list[Example]:
-    """Convert tokens, (examples, columns), to examples; a row's second half is the target."""
-    prompt = rows.shape[1] // 2
-    is_target = torch.arange(rows.shape[1]) >= prompt
+    prompt = shape.columns // 2
+    is_target = torch.arange(shape.columns) >= prompt
     return [
         Example(tokens=tokens, is_target=is_target, prompt_length=prompt, reference="", row=row)
-        for row, tokens in enumerate(rows)
+        for row, tokens in enumerate(torch.randint(shape.vocabulary, size, generator=generator))
     ]
 
 

@@ -42,7 +42,6 @@ _SAMPLED = 3200  # number of examples: enough for full-size groups in the sample
 _TOLERANCE = 1e-4
 # Each row of the table is a configuration's name and a row of `compare`.
 HEADINGS = ("", " ", "tokens/s", "GB added in a step", *RATIOS, "largest difference of a loss")
-TrainerRow = dict[str, list[int]]  # a row of the data set of a trainer
 
 
 def make_examples(job: TrainingJob) -> list[Example]:
@@ -122,7 +121,7 @@ def end_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
 
 
-def as_row(example: Example) -> TrainerRow:
+def as_row(example: Example) -> dict[str, list[int]]:
     """Convert an example to Trainer's format: no loss outside the targets."""
     labels = example.tokens.where(example.is_target, -100)
     return {"input_ids": example.tokens.tolist(), "labels": labels.tolist()}

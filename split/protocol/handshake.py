@@ -1,8 +1,7 @@
 """The handshake of a stream: its three messages and both sides' computations, without I/O.
 
-M1 client → server: identity, ticket, ephemeral X25519 share, secret encrypted to the server's key,
-MAC with the ticket's secret. M2 server → client: ephemeral X25519 share, the server's finished MAC.
-M3 client → server: the client's finished MAC. ``docs/wire.md`` specifies every byte.
+``docs/wire.md`` specifies every byte of the messages: the client's M1, the server's M2, and the
+client's M3.
 
 Use each object for one handshake, and call its methods in order. A rejected message does not change
 the object's state. A ticket for one lane is used up only when the server has decrypted the client's

@@ -6,16 +6,9 @@ of client i, and w_i its share of all targets; each client's head and tail recei
 that client only. If a member leaves, the others continue: only its finished micro-batches count,
 and the shares w_i are computed from the micro-batches that count.
 
-These values of each member are capped at ``split.share-cap`` times the other members' median
-(``ShareCap``):
-
-- The gradient with respect to a micro-batch's output, and the number of targets (``GradientCap``).
-  A gradient above the cap is scaled down before the backward pass, which limits its share in the
-  body's gradient. The gradient for the member's own head is not scaled. A gradient that arrives
-  before any gradient of another member is compared as soon as one arrives.
-- The reported norm of the gradients of the head and tail. In the norm over all parties, a reported
-  norm above the cap counts as the cap. For the member itself, the reported norm counts fully, which
-  scales down the gradients of the member's head and tail.
+A member's gradients and targets are capped (``GradientCap``) before the backward pass, except in
+the gradient for its own head. So is its reported norm of the gradients of the head and tail, in the
+norm over all parties; for the member itself, it counts fully, which scales down these gradients.
 """
 
 import logging
