@@ -1,7 +1,8 @@
 """A set of body adapters with its optimizer, and its training by a single client."""
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,7 +63,7 @@ class BodyAdapters:
         self.parameters = body.trainable(self.name)
         self.load(state)
         self._optimizer = make_optimizer(self.parameters, train)
-        self._rates: dict[int, Callable[[int], float]] = {}
+        self._rate = functools.cache(partial(learning_rate, train))  # by number of steps in the run
 
     def run_blocks(
         self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool
@@ -121,9 +122,7 @@ class BodyAdapters:
 
     def step(self, index: int, total: int) -> None:
         """Take optimizer step ``index`` of ``total`` in the run, with the step's learning rate."""
-        if total not in self._rates:
-            self._rates[total] = learning_rate(self._train, total)
-        self._optimizer.param_groups[0]["lr"] = self._rates[total](index)
+        self._optimizer.param_groups[0]["lr"] = self._rate(total)(index)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
