@@ -27,7 +27,8 @@ from federation.run_config import RunConfig, parse_run_config
 from federation.run_folder import METRICS_FILE, check_resumable, read_events, results_folder
 from finetuning.adapters.saved import AdapterError, check_folder
 from finetuning.data.formats import is_hub_id
-from finetuning.model.checkpoint import count_blocks, find_missing_shards, find_problem
+from finetuning.errors import BaseModelError
+from finetuning.model.checkpoint import check_checkpoint, count_blocks, refuse_missing_shards
 from finetuning.model.names import TINY, resolve
 
 if TYPE_CHECKING:
@@ -229,18 +230,20 @@ def make_folders(config: RunConfig) -> None:
 def _check_model(config: RunConfig) -> None:
     name = resolve(config.model.name)
     path = Path(name).expanduser()
-    problem, blocks = None, None
+    blocks = None
     if name == TINY and config.method.is_split:
         from finetuning.model.tiny import TinyRecipe
 
         blocks = TinyRecipe.blocks
     elif path.is_absolute():
-        problem = find_problem(path) or find_missing_shards(path)
-        blocks = None if problem else count_blocks(path)
+        try:
+            check_checkpoint(path)
+            refuse_missing_shards(path)
+        except BaseModelError as error:
+            raise CommandError(f'model.name = "{name}": {error}') from error
+        blocks = count_blocks(path)
     elif not is_hub_id(name):
-        problem = "there is no such file or folder"
-    if problem is not None:
-        raise CommandError(f'model.name = "{name}": {problem}')
+        raise CommandError(f'model.name = "{name}": there is no such file or folder')
     if config.method.is_split and blocks is not None:
         problem = config.split.problem_with(blocks, name)
         if problem is not None:

@@ -13,10 +13,7 @@ import torch
 
 from finetuning.devices import default_device, default_dtype
 from finetuning.errors import BaseModelError
-from finetuning.model.checkpoint import (
-    find_missing_shards,
-    find_quantization_problem,
-)
+from finetuning.model.checkpoint import refuse_missing_shards, refuse_quantized
 from finetuning.model.locating import locate
 from finetuning.model.names import public_name
 from finetuning.model.one_at_a_time import one_at_a_time
@@ -150,8 +147,7 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
 
     config = text_config(directory)
     refuse_quantized(directory)
-    if problem := find_missing_shards(directory):
-        raise BaseModelError(problem)
+    refuse_missing_shards(directory)
     if arguments.get("quantization_config") and hasattr(config, "altup_coef_clip"):
         # Gemma 3n limits these modules' weights in training.
         own = ["lm_head", "prediction_coefs", "correction_coefs"]
@@ -263,12 +259,6 @@ def freeze(model: Any, settings: ModelSettings) -> None:
                 module.support_avx512bf16_for_cpu = False
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def refuse_quantized(directory: Path) -> None:
-    """Raise a BaseModelError if a checkpoint was saved with quantised weights."""
-    if problem := find_quantization_problem(directory):
-        raise BaseModelError(problem)
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from finetuning.model.gguf_file import GGUFError, read_header
+from finetuning.errors import BaseModelError
+from finetuning.model.gguf_file import read_header
 
 # Names of the files that `save_pretrained` writes; other files can contain the same weights again.
 WEIGHTS = "model*.safetensors"
@@ -20,47 +21,33 @@ _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
-def find_problem(path: Path) -> str | None:
-    """Return the reason why a path can't be a base model, or None if no problem is found.
-
-    The caller puts ``model.name`` before the text.
-    """
+def check_checkpoint(path: Path) -> None:
+    """Raise a BaseModelError if a path is neither a checkpoint that can be used nor a GGUF file."""
     if path.is_file():
-        return _problem_of_gguf(path)
+        try:
+            read_header(path)
+        except OSError as error:
+            raise BaseModelError(str(error)) from error
+        return
     if not (path / "config.json").is_file():
-        return (
+        raise BaseModelError(
             f"no config.json in {path}; it must be a checkpoint directory in Hugging Face format, "
             "or a GGUF file"
         )
     if _config(path) is None:
-        return f"{path / 'config.json'} is not a JSON object; copy the checkpoint again"
+        raise BaseModelError(
+            f"{path / 'config.json'} is not a JSON object; copy the checkpoint again"
+        )
     if (path / "adapter_config.json").is_file():
-        return (
+        raise BaseModelError(
             f"{path} also contains an adapter, which would change the base model; move its "
             "adapter_config.json and adapter_model.safetensors to a folder of their own"
         )
-    return find_quantization_problem(path) or _problem_of_weights(path)
-
-
-def find_quantization_problem(checkpoint: Path) -> str | None:
-    """Return why a directory's weights, if they were quantised, can't be used; else None."""
-    quantization = (_config(checkpoint) or {}).get("quantization_config")
-    if not isinstance(quantization, dict):
-        return None
-    remedy = "use the original checkpoint instead, with model.quantization"
-    if quantization.get("quant_method") in {"mxfp4", "fp8"}:
-        remedy = f"write its weights in bfloat16 with: chambers convert {checkpoint} FOLDER"
-    return f"the checkpoint in {checkpoint} is already quantised; {remedy}"
-
-
-def _problem_of_weights(path: Path) -> str | None:
-    try:
-        read_index(path)
-    except ValueError as error:
-        return str(error)
+    refuse_quantized(path)
+    read_index(path)
     files = sorted(path.glob(WEIGHTS))
     if not files:
-        return (
+        raise BaseModelError(
             f"no {WEIGHTS} in {path}; other formats can run code when they are loaded, so convert "
             "the checkpoint first (docs/models.md)"
         )
@@ -69,29 +56,33 @@ def _problem_of_weights(path: Path) -> str | None:
             with safe_open(file, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
-            return f"{file} is damaged ({error}); copy it again"
-    return None
+            raise BaseModelError(f"{file} is damaged ({error}); copy it again") from error
 
 
-def find_missing_shards(checkpoint: Path) -> str | None:
-    """Return which files in a directory's index are missing, or None if the checkpoint is complete.
+def refuse_quantized(checkpoint: Path) -> None:
+    """Raise a BaseModelError if a directory's weights were saved quantised."""
+    quantization = (_config(checkpoint) or {}).get("quantization_config")
+    if isinstance(quantization, dict):
+        remedy = "use the original checkpoint instead, with model.quantization"
+        if quantization.get("quant_method") in {"mxfp4", "fp8"}:
+            remedy = f"write its weights in bfloat16 with: chambers convert {checkpoint} FOLDER"
+        raise BaseModelError(f"the checkpoint in {checkpoint} is already quantised; {remedy}")
 
-    Of a split model's checkpoint, a party needs only some files. A GGUF file is always complete.
+
+def refuse_missing_shards(checkpoint: Path) -> None:
+    """Raise a BaseModelError if a directory lacks files of its index.
+
+    Of a split model's checkpoint, a party needs only some files.
     """
-    if checkpoint.is_file():
-        return None
-    missing = sorted(
-        set(read_index(checkpoint).values()) - {file.name for file in checkpoint.iterdir()}
-    )
-    if missing:
-        return f"{checkpoint} lacks {', '.join(missing)}; copy the checkpoint again"
-    return None
+    files = sorted(set(read_index(checkpoint).values()))
+    if missing := [name for name in files if not (checkpoint / name).exists()]:
+        raise BaseModelError(f"{checkpoint} lacks {', '.join(missing)}; copy the checkpoint again")
 
 
 def read_index(checkpoint: Path) -> dict[str, str]:
     """Return the file of each tensor from a directory's index; without an index, the dict is empty.
 
-    Raise a ValueError if the index can't be read.
+    Raise a BaseModelError if the index can't be read.
     """
     index = checkpoint / INDEX
     if not index.is_file():
@@ -99,21 +90,14 @@ def read_index(checkpoint: Path) -> dict[str, str]:
     try:
         return dict(json.loads(index.read_bytes())["weight_map"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{index} is no index of tensors; copy the checkpoint again") from error
+        message = f"{index} is no index of tensors; copy the checkpoint again"
+        raise BaseModelError(message) from error
 
 
 def vocabulary_size(checkpoint: Path) -> int | None:
     """Return the number of tokens with an embedding in a directory's model; None if unknown."""
     size = (_config(checkpoint) or {}).get("vocab_size")
     return size if isinstance(size, int) else None
-
-
-def _problem_of_gguf(file: Path) -> str | None:
-    try:
-        read_header(file)
-    except (GGUFError, OSError) as error:
-        return str(error)
-    return None
 
 
 def count_blocks(checkpoint: Path) -> int | None:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetuning.errors import BaseModelError
 from finetuning.files import cache_directory, cached, stamps
 
 ORIGIN = "gguf.json"
@@ -25,10 +26,6 @@ _VERSION = 3
 _SCALES = ("rope_freqs", "rope_factors_")
 # Architectures whose 27B models don't scale queries by the head size.
 _SCALED_QUERIES = {"gemma2", "gemma3"}
-
-
-class GGUFError(ValueError):
-    """A file can't be used as a GGUF checkpoint; the message states the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +45,15 @@ def convert_gguf(file: Path) -> Path:
     """Return the directory of a checkpoint with a GGUF file's weights; write it on first use.
 
     The checkpoint is cached under the digest of the file's content. Writing requires memory for the
-    whole model in float32. Raise a GGUFError if the file can't be used, or the checkpoint can't be
-    written.
+    whole model in float32. Raise a BaseModelError if the file can't be used, or the checkpoint
+    can't be written.
     """
     try:
         digest = _digest(file)
         target = cache_directory() / f"gguf-{digest[:16]}-{_VERSION}"
         return cached(target, partial(_convert, file, digest))
     except OSError as error:
-        raise GGUFError(
+        raise BaseModelError(
             f"{file} can't be read, or its converted weights can't be stored in "
             f"{cache_directory()}: {error}; set CHAMBERS_CACHE to use a different folder"
         ) from error
@@ -75,12 +72,12 @@ def origin_of(directory: Path) -> dict[str, str] | None:
 def read_header(file: Path) -> Header:
     """Read a GGUF file's header, and check that the file contains all of its tensors.
 
-    Raise ``GGUFError`` if the file isn't a GGUF file, or is damaged. Raise ``OSError`` if the file
-    can't be read.
+    Raise ``BaseModelError`` if the file isn't a GGUF file, or is damaged. Raise ``OSError`` if the
+    file can't be read.
     """
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:
-            raise GGUFError(
+            raise BaseModelError(
                 f"{file} is not a GGUF file; a base model is a GGUF file, a checkpoint directory "
                 "in Hugging Face format, or a Hugging Face id"
             )
@@ -148,18 +145,18 @@ def _convert(file: Path, digest: str, directory: Path) -> None:
     model, missing = _read_model(file, header)
     config = model.config
     if missing:
-        raise GGUFError(
+        raise BaseModelError(
             f"{file} lacks {len(missing)} of the model's tensors, including "
             f"{', '.join(missing[:3])}; if it is one of several files, join "
             "them with llama-gguf-split --merge"
         )
     if header.scales_positions and not _scales_positions(config):
-        raise GGUFError(
+        raise BaseModelError(
             f"{file} scales positions (RoPE) in a way that transformers doesn't read from GGUF; "
             f"{_INSTEAD}"
         )
     if header.architecture in _SCALED_QUERIES and config.head_dim != config.query_pre_attn_scalar:
-        raise GGUFError(
+        raise BaseModelError(
             f"{file} contains a model that scales queries by a value that GGUF files don't "
             f"contain; {_INSTEAD}"
         )
@@ -210,8 +207,9 @@ def _scales_positions(config: Any) -> bool:
 
 @contextmanager
 def _explaining(file: Path, problem: str, advice: str) -> Iterator[None]:
-    """Convert exceptions that libraries raise for damaged or unsupported files to a GGUFError."""
+    """Convert exceptions that libraries raise for unsuitable files to a BaseModelError."""
     try:
         yield
     except (ValueError, LookupError, TypeError, OverflowError, MemoryError, RuntimeError) as error:
-        raise GGUFError(f"{file} {problem} ({type(error).__name__}: {error}); {advice}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise BaseModelError(f"{file} {problem} ({reason}); {advice}") from error

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetuning.errors import BaseModelError
-from finetuning.model.checkpoint import WEIGHTS, find_problem
-from finetuning.model.gguf_file import GGUFError, convert_gguf
+from finetuning.model.checkpoint import WEIGHTS, check_checkpoint
+from finetuning.model.gguf_file import convert_gguf
 from finetuning.model.names import SMOLLM2_ID, SMOLLM2_PACKAGE, TINY, is_id, resolve
 from finetuning.model.tiny import build_tiny
 
@@ -27,14 +27,12 @@ def locate(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_absolute():
         path = fetch(name)
-    elif path.is_file():
-        try:
+    try:
+        if path.is_file():
             return convert_gguf(path)
-        except GGUFError as error:
-            raise BaseModelError(f'model.name = "{name}": {error}') from error
-    problem = find_problem(path)
-    if problem is not None:
-        raise BaseModelError(f'model.name = "{name}": {problem}')
+        check_checkpoint(path)
+    except BaseModelError as error:
+        raise BaseModelError(f'model.name = "{name}": {error}') from error
     return path
 
 

@@ -16,9 +16,8 @@ from finetuning.model.base_model import (
     loading_arguments,
     outline,
     refuse_incomplete,
-    refuse_quantized,
 )
-from finetuning.model.checkpoint import INDEX, WEIGHTS, read_index
+from finetuning.model.checkpoint import INDEX, WEIGHTS, read_index, refuse_quantized
 from finetuning.model.locating import DESCRIPTIONS, fetch, locate, locate_description
 from finetuning.model.names import is_id, resolve
 from finetuning.model.one_at_a_time import one_at_a_time

@@ -48,8 +48,8 @@ from federation.messages import (
 from federation.run_config import ConfigError, parse_run_config
 from finetuning.data.formats import DataError
 from finetuning.data.rows import read_rows
-from finetuning.errors import printable
-from finetuning.model.gguf_file import GGUFError, read_header
+from finetuning.errors import BaseModelError, printable
+from finetuning.model.gguf_file import read_header
 from split.protocol.errors import FrameError, HandshakeError, ProtocolError
 from split.protocol.frames import Frame, Kind, Limits
 from split.protocol.handshake import ClientHandshake, ServerHandshake
@@ -363,7 +363,7 @@ def gguf(data):
     with file_with(data, ".gguf") as file:
         try:
             header = read_header(file)
-        except GGUFError:
+        except BaseModelError:
             return False
     assert all(count >= 0 for count in header.weights.values())
     return True
