@@ -82,9 +82,11 @@ class LaneModel:
         """Continue prompts; see ``finetuning.whole_model.WholeModel``."""
         return self._attempt(lambda: self._model.generate(tokens, mask, new_tokens, **settings))
 
-    def log_probabilities(self, batch: CandidateBatch, *compute: Callable[..., Any]) -> Any:
+    def log_probabilities(
+        self, batch: CandidateBatch, count: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Score candidate answers; see ``finetuning.whole_model.WholeModel``."""
-        return self._attempt(lambda: self._model.log_probabilities(batch, *compute))
+        return self._attempt(lambda: self._model.log_probabilities(batch, count))
 
     def end(self) -> None:
         """End the evaluation; raise ``LaneError`` if the server doesn't confirm the end in time."""

@@ -114,18 +114,14 @@ class WholeModel:
 
     @torch.no_grad()
     def log_probabilities(
-        self, batch: CandidateBatch, compute: Callable[..., Any] = target_log_probabilities
-    ) -> Any:
-        """Compute the log-probabilities of candidate answers without dropout.
-
-        Return each target's log-probability in nats, and whether no token is more likely; both are
-        (targets,). ``compute`` is this function of the output head, hidden states and labels, or
-        `likeliest_tokens` with a count.
-        """
+        self, batch: CandidateBatch, count: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute the `target_log_probabilities` of candidate answers without dropout."""
         with self._mode(training=False):
             with self._autocast():
                 hidden = self._hidden_of_candidates(batch)
-            return compute(self._head, hidden[batch.positions], batch.labels)
+            chosen = hidden[batch.positions]
+            return target_log_probabilities(self._head, chosen, batch.labels, count)
 
     def gradients_of(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return ∂L/∂W of a micro-batch's mean loss, without dropout, for every adapter weight."""

@@ -26,7 +26,6 @@ from finetuning.data.tokenization import end_marks
 from finetuning.devices import is_broken, memory_problem
 from finetuning.errors import UserError
 from finetuning.evaluation.generation import sampling
-from finetuning.model.output_head import likeliest_tokens
 from finetuning.model.positions import trained_positions
 from finetuning.randomness import set_seed
 from finetuning.whole_model import WholeModel
@@ -219,8 +218,8 @@ class Answerer:
             columns_before=self._model.columns_before,
             max_tokens=self.sources[request.model].max_tokens,
         ):
-            compute = partial(likeliest_tokens, count=max(1, request.likeliest))
-            values, tokens, best = self._model.log_probabilities(batch, compute)
+            count = max(1, request.likeliest)
+            values, tokens, best = self._model.log_probabilities(batch, count)
             best = best.clamp_min(MIN_LOG_PROBABILITY).tolist()
             for index, value in enumerate(values.clamp_min(MIN_LOG_PROBABILITY).tolist()):
                 pairs = tuple(zip(tokens[index].tolist(), best[index], strict=True))

@@ -8,16 +8,12 @@ from finetuning.model.interface import TextModel
 from finetuning.progress import progress_bar
 
 
-@dataclass(frozen=True)
+@dataclass
 class Likelihood:
-    """Log-probability of an answer after its context.
+    """Log-probability of an answer after its context."""
 
-    ``log_probability`` is the sum over the answer's tokens, in nats (FL-GLM section 4.1.2), and
-    ``is_greedy`` says whether greedy decoding would generate the answer.
-    """
-
-    log_probability: float
-    is_greedy: bool
+    log_probability: float = 0.0  # sum over the answer's tokens, in nats (FL-GLM section 4.1.2)
+    is_greedy: bool = True  # whether greedy decoding would generate the answer
 
 
 def log_probabilities(
@@ -29,19 +25,16 @@ def log_probabilities(
     question; the common beginning is processed once. At most ``max_tokens`` padded tokens, prefixes
     included, are processed at once. Raise a DataError if a text does not fit into ``max_tokens``.
     """
-    sums = [[0.0] * len(group) for group in groups]
-    greedy = [[True] * len(group) for group in groups]
+    likelihoods = [[Likelihood() for _ in group] for group in groups]
     batches = candidate_batches(groups, padding, model.columns_before, max_tokens)
     with progress_bar(total=sum(map(len, groups)), description="scoring") as bar:
         for batch in batches:
-            values, likeliest = model.log_probabilities(batch)
+            values, _, best = model.log_probabilities(batch)
+            is_best = (values >= best[:, 0]).tolist()
             for (group, candidate, token), value, is_likeliest in zip(
-                batch.owners, values.tolist(), likeliest.tolist(), strict=True
+                batch.owners, values.tolist(), is_best, strict=True
             ):
-                sums[group][candidate] += value
-                greedy[group][candidate] &= is_likeliest
+                likelihoods[group][candidate].log_probability += value
+                likelihoods[group][candidate].is_greedy &= is_likeliest
                 bar.update(token == 0)
-    return [
-        [Likelihood(*both) for both in zip(*of_group, strict=True)]
-        for of_group in zip(sums, greedy, strict=True)
-    ]
+    return likelihoods

@@ -46,5 +46,7 @@ class TextModel(PrefixedModel, Protocol):
     ) -> torch.Tensor:
         """Continue prompts; see `finetuning.whole_model.WholeModel`."""
 
-    def log_probabilities(self, batch: CandidateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each target's log-probability in nats, and whether no token is more likely."""
+    def log_probabilities(
+        self, batch: CandidateBatch, count: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return each target's log-probability in nats, and the likeliest tokens with theirs."""

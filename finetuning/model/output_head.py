@@ -132,26 +132,15 @@ def add_target_gradient(
 
 
 def target_log_probabilities(
-    head: Any, chosen: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each target, and whether no token is more likely.
+    head: Any, chosen: torch.Tensor, labels: torch.Tensor, count: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return each target's log-probability, and the likeliest tokens in its place.
 
     Logits are always computed in float32. In bfloat16, values between 16 and 32 have steps of 1/8,
     so many candidate answers would be equally likely. ``chosen`` are the (targets, hidden)
     states after the last block and norm that predict the (targets,) labels. The results are
-    (targets,) float32 in nats, and (targets,) bool.
-    """
-    values, _, best = likeliest_tokens(head, chosen, labels, count=1)
-    return values, values >= best[:, 0]
-
-
-def likeliest_tokens(
-    head: Any, chosen: torch.Tensor, labels: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return each target's log-probability, and the likeliest tokens in its place.
-
-    See `target_log_probabilities` for arguments and precision. The results are (targets,)
-    log-probabilities, and (targets, count) tokens with (targets, count) log-probabilities.
+    (targets,) log-probabilities in nats, and (targets, count) tokens with (targets, count)
+    log-probabilities.
     """
     chunks = []
     # Convert norms, biases and scales here; `_Float32Products` converts the matrices.

@@ -1,6 +1,6 @@
 """A model whose middle blocks are at a server (FL-GLM sections 3.1 and 3.3)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -207,15 +207,16 @@ class SplitModel:
 
     @torch.no_grad()
     def log_probabilities(
-        self, batch: CandidateBatch, compute: Callable[..., Any] = target_log_probabilities
-    ) -> Any:
+        self, batch: CandidateBatch, count: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute log probabilities of candidate answers; see ``WholeModel.log_probabilities``."""
         self._set_up(training=False)
         hidden = hidden_of_candidates(
             head=self._head, tail=self._tail, batch=batch, exchange=self.body.exchange
         )
         self.body.end_exchanges()
-        return compute(self._output_head, hidden[batch.positions], batch.labels)
+        chosen = hidden[batch.positions]
+        return target_log_probabilities(self._output_head, chosen, batch.labels, count)
 
     def _set_up(self, training: bool) -> None:
         for part in (self._head, self._tail):

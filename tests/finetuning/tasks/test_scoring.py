@@ -44,7 +44,8 @@ class Indifferent:
     columns_before = 0
 
     def log_probabilities(self, batch):
-        return torch.full((len(batch.labels),), -1.0), torch.ones(len(batch.labels)).bool()
+        values = torch.full((len(batch.labels),), -1.0)
+        return values, batch.labels[:, None], values[:, None]
 
 
 def test_of_equally_likely_answers_the_first_is_chosen(checkpoint, write):

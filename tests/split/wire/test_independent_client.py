@@ -155,7 +155,7 @@ def evaluated(base, beginning, split, client):
                 found[f"{name}/losses"] = torch.tensor(model.summed_losses(batches))
                 found[f"{name}/texts"] = model.generate(tokens, mask.long(), 5, **client.settings)
                 for index, batch in enumerate(candidates):
-                    found[f"{name}/{index}"], _ = model.log_probabilities(batch)
+                    found[f"{name}/{index}"], *_ = model.log_probabilities(batch)
             model.end()
         (account,) = server.finish_lanes()
     assert not account.error
