@@ -49,8 +49,7 @@ class ContinualPenalty(Penalty):
     The gradient of |δ| at 0 is defined as 0, as in autograd.
 
     Args:
-        parameters: Trained weights W by name.
-        anchor: Ŵ by name; copied.
+        parameters, anchor: See `Penalty`.
         importance: J by name.
         weight: λ. With 0, gradients are unchanged, bit for bit, but s can still be measured.
         share: Target share of the penalty in the gradient norm, below 1. λ is chosen in each step
@@ -71,31 +70,26 @@ class ContinualPenalty(Penalty):
         super().__init__(parameters, anchor, weight)
         self._share = share
         self._over = over
+        self._factor = 1.0 if over == "all" else 0.5
         self._importance = [
             importance[name].detach().to(w, copy=True) for name, w in parameters.items()
         ]
 
     def distance(self) -> float:
         """Return s = Σ J·|W − Ŵ|."""
-        return float(self._distances().sum())
+        return float(self._sums().sum())
 
     def value(self) -> float:
         """Return λ·(s + s²), or Σ λ·(s + s²)/2 over tensors."""
-        distances = self._distances()
-        if self._over == "tensor":
-            return self.weight * float((distances + distances.square()).sum() / 2)
-        s = distances.sum()
-        return self.weight * float(s + s.square())
+        s = self._sums()
+        return self.weight * self._factor * float((s + s.square()).sum())
 
     def add_gradient(self) -> float:
         """Add the penalty's gradient, unless λ is always 0; return its share of the total norm."""
         return super().add_gradient() if self.weight or self._share else 0.0
 
     def _gradients(self) -> list[torch.Tensor]:
-        distances = self._distances()
-        slopes = 0.5 + distances
-        if self._over == "all":
-            slopes = (1 + 2 * distances.sum()).expand(len(distances))
+        slopes = (self._factor * (1 + 2 * self._sums())).expand(len(self._importance))
         gradients = [
             slope.to(j.device) * j * change.sign()
             for slope, j, change in zip(slopes, self._importance, self._changes(), strict=True)
@@ -106,8 +100,9 @@ class ContinualPenalty(Penalty):
         return [self.weight * gradient for gradient in gradients]
 
     @torch.no_grad()
-    def _distances(self) -> torch.Tensor:
-        """Return Σ J·|W − Ŵ| of each tensor, (tensors,) float64, on the first tensor's device."""
+    def _sums(self) -> torch.Tensor:
+        """Return s, (1,) or (tensors,) float64, on the first tensor's device."""
         pairs = zip(self._importance, self._changes(), strict=True)
         device = self._importance[0].device
-        return torch.stack([(j * change.abs()).sum().to(device) for j, change in pairs]).double()
+        sums = torch.stack([(j * change.abs()).sum().to(device) for j, change in pairs]).double()
+        return sums if self._over == "tensor" else sums.sum(0, keepdim=True)

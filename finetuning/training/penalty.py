@@ -27,10 +27,6 @@ class Penalty(ABC):
         self._anchors = [anchor[name].detach().to(w, copy=True) for name, w in parameters.items()]
 
     @abstractmethod
-    def distance(self) -> float:
-        """Return the distance of the trained weights from the global weights."""
-
-    @abstractmethod
     def value(self) -> float:
         """Return the penalty."""
 
@@ -45,9 +41,8 @@ class Penalty(ABC):
         The share is |penalty's gradient| ÷ (|penalty's gradient| + |loss's gradient|).
         """
         gradients = self._gradients()
-        of_penalty, of_loss = torch.stack(
-            [get_total_norm(gradients), self._norm_of_loss()]
-        ).tolist()
+        norms = [get_total_norm(gradients), self._norm_of_loss()]
+        of_penalty, of_loss = torch.stack(norms).tolist()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
