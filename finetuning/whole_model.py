@@ -2,15 +2,17 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from peft.utils.integrations import map_cache_to_layer_device_map
+from transformers import DynamicCache
 
 from finetuning.adapters.adapter import trainable_parameters
-from finetuning.adapters.prefixes import columns_of, drop_positions, prefix_cache, shift_inputs
+from finetuning.adapters.prefixes import columns_of, prefix_cache, prefix_of_rows, shift_inputs
 from finetuning.adapters.row_weights import weights_per_row
 from finetuning.data.batching import MicroBatch
 from finetuning.data.candidates import CandidateBatch
@@ -48,6 +50,7 @@ class WholeModel:
         self._without_mask = False
         self._head = output_head(causal_lm)
         self._device = peft_model.device
+        self._autocast = partial(mixed_precision, self._device, self._dtype)
         # LoRA is part of the blocks; a prefix must be passed to them.
         encoders = getattr(peft_model, "prompt_encoder", {})
         self._prefix = encoders["default"].embedding.weight if "default" in encoders else None
@@ -58,10 +61,9 @@ class WholeModel:
         return 0 if self._prefix is None else self._prefix.shape[-2]
 
     def accumulate(self, batches: Sequence[MicroBatch], seed: int) -> list[float]:
-        """Add the gradient of a step's loss to the adapter's ``.grad``.
+        """Add the gradient of a step's loss, the mean over its targets, to the adapter's ``.grad``.
 
-        The loss of a step is the mean over its targets; a micro-batch's weight is its share of the
-        targets. Each micro-batch's dropout seed is derived from the seed of the step. Return each
+        Each micro-batch's dropout seed is derived from the seed of the step. Return each
         micro-batch's summed loss in nats.
         """
         targets = sum(len(batch.labels) for batch in batches)
@@ -73,10 +75,7 @@ class WholeModel:
         return torch.stack(losses).tolist()
 
     def clip(self, maximum: float) -> float:
-        """Scale the adapter's gradients down to the maximum norm, and return the original norm.
-
-        A maximum of 0 disables clipping.
-        """
+        """Scale gradients down to the maximum norm (0: no limit); return the original norm."""
         parameters = trainable_parameters(self.peft_model).values()
         return float(torch.nn.utils.clip_grad_norm_(parameters, maximum or float("inf")))
 
@@ -223,19 +222,11 @@ class WholeModel:
     def _empty_cache(self, rows: int) -> Any:
         """Return a key-value cache that contains only the prefix, if any."""
         if self._prefix is None:
-            from transformers import DynamicCache
-
             return DynamicCache(config=self._config)
         rate = self._prefix_dropout * self.peft_model.training
-        prefix = drop_positions(self._prefix, rows, rate)
+        prefix = prefix_of_rows(self._prefix, rows, self._dtype, rate)
         blocks = dict(enumerate(torch.split(prefix, columns_of(self._config), dim=-1)))
-        cache = prefix_cache(
-            prefixes=blocks,
-            length=self.columns_before,
-            config=self._config,
-            rows=rows,
-            dtype=self._dtype,
-        )
+        cache = prefix_cache(blocks, self.columns_before, self._config)
         map_cache_to_layer_device_map(self._causal_lm, cache)
         return cache
 
@@ -244,9 +235,6 @@ class WholeModel:
         if time.monotonic() > self.deadline:
             raise DeadlineError("the time limit expired; raise round-timeout, or request less work")
         return args, arguments | {"attention_mask": None} if self._without_mask else arguments
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return mixed_precision(self._device, self._dtype)
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from finetuning.errors import BaseModelError
 
@@ -29,44 +30,40 @@ def columns_of(config: Any) -> int:
     return 2 * heads * width
 
 
-def prefix_cache(
-    prefixes: Mapping[int, torch.Tensor], length: int, config: Any, rows: int, dtype: torch.dtype
-) -> Any:
+def prefix_cache(prefixes: Mapping[int, torch.Tensor], length: int, config: Any) -> Any:
     """Return a key-value cache that makes blocks compute as if the prefixes preceded the tokens.
 
     The ``DynamicCache`` is for one forward pass; gradients flow back through it to the prefixes.
-    ``prefixes`` maps a block's number in the whole model to a tensor (length, 2 · heads · width) or
-    (rows, length, 2 · heads · width) if each row has its own prefix.
+    ``prefixes`` maps a block's number in the whole model to the result of `prefix_of_rows`.
     """
-    from transformers import DynamicCache
-
     # Positions and masks depend on the length of the first block's cache. If another party runs the
     # first block, a placeholder of the same length, which uses hardly any memory, is cached for it.
-    placeholder = torch.zeros(1, 1, length, 1, dtype=dtype)
+    placeholder = torch.zeros(1, 1, length, 1)
     return DynamicCache(
-        _keys_and_values(prefix=prefixes[number], config=config, rows=rows, dtype=dtype)
+        _keys_and_values(prefixes[number], config)
         if number in prefixes
         else (placeholder, placeholder)
         for number in range(max(prefixes, default=0) + 1)
     )
 
 
-def _keys_and_values(
-    prefix: torch.Tensor, config: Any, rows: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_and_values(prefix: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values in a block's prefix, each (rows, heads, length, width)."""
-    heads, width = key_value_shape(config)
-    of_rows = prefix.to(dtype).expand(rows, -1, -1).view(rows, -1, 2, heads, width)
+    of_rows = prefix.view(*prefix.shape[:2], 2, *key_value_shape(config))
     keys, values = of_rows.permute(2, 0, 3, 1, 4)
     return keys, values
 
 
-def drop_positions(prefix: torch.Tensor, rows: int, rate: float) -> torch.Tensor:
-    """Apply dropout to a (length, columns) prefix for each row; return (rows, length, columns).
+def prefix_of_rows(
+    prefix: torch.Tensor, rows: int, dtype: torch.dtype, dropout: float = 0.0
+) -> torch.Tensor:
+    """Return a prefix, (length, columns) or (rows, length, columns), for each row in a data type.
 
-    The prefix is returned unchanged if the rate is 0.
+    Dropout has a rate, and differs between rows.
     """
-    return torch.nn.functional.dropout(prefix.expand(rows, -1, -1), rate) if rate else prefix
+    if dropout:
+        return torch.nn.functional.dropout(prefix.expand(rows, -1, -1), dropout).to(dtype)
+    return prefix.to(dtype).expand(rows, -1, -1)
 
 
 def shift_inputs(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -110,12 +107,10 @@ class BlockPrefixes:
         dropout is applied to the prefixes.
         """
         prefixes = {
-            number: drop_positions(prefix, rows, self._dropout * training)
+            number: prefix_of_rows(prefix, rows, dtype, self._dropout * training)
             for number, prefix in self._blocks.items()
         }
-        cache = prefix_cache(
-            prefixes=prefixes, length=self.length, config=self._config, rows=rows, dtype=dtype
-        )
+        cache = prefix_cache(prefixes, self.length, self._config)
         return {**shift_inputs(inputs, self.length), "past_key_values": cache}
 
     @torch.no_grad()
@@ -125,8 +120,8 @@ class BlockPrefixes:
         The cache is indexed by the blocks' numbers in the whole model.
         """
         for number, prefix in self._blocks.items():
-            pair = _keys_and_values(prefix=prefix, config=self._config, rows=rows, dtype=dtype)
-            cache.update(*pair, number)
+            of_rows = prefix_of_rows(prefix, rows, dtype)
+            cache.update(*_keys_and_values(of_rows, self._config), number)
 
 
 def name_of_block(number: int) -> str:
@@ -142,11 +137,9 @@ def refuse_without_prefix(model: Any, length: int) -> None:
     """
     try:
         config = model.config
-        prefix = torch.zeros(length, columns_of(config), dtype=torch.bfloat16, device="meta")
+        prefix = torch.zeros(1, length, columns_of(config), dtype=torch.bfloat16, device="meta")
         prefixes = dict.fromkeys(range(int(config.num_hidden_layers)), prefix)
-        cache = prefix_cache(
-            prefixes=prefixes, length=length, config=config, rows=1, dtype=prefix.dtype
-        )
+        cache = prefix_cache(prefixes, length, config)
         width = model.get_input_embeddings().embedding_dim
         token = torch.zeros(1, 1, width, dtype=prefix.dtype, device="meta")
         model.base_model(inputs_embeds=token, past_key_values=cache, use_cache=False)

@@ -25,6 +25,14 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
     """
     copies: dict[str, torch.Tensor] = {}
     unused: set[str] = set()
+
+    def by_row(path: str, weights: torch.Tensor, _: Any, inputs: Any, __: Any) -> Any:
+        unused.discard(path)
+        (hidden,) = inputs
+        if hidden.ndim != 3 or len(hidden) != len(weights):
+            raise _not_by_row(path)
+        return hidden @ weights.mT
+
     with ExitStack() as hooks:
         for name, parameter in trainable_parameters(peft_model).items():
             copies[name] = parameter.detach().expand(rows, *parameter.shape).requires_grad_()
@@ -32,29 +40,13 @@ def weights_per_row(peft_model: Any, rows: int) -> Iterator[dict[str, torch.Tens
             module = peft_model.get_submodule(path)
             if isinstance(module, torch.nn.Linear) and kind == "weight" and module.bias is None:
                 unused.add(path)
-                hook = partial(_by_row, path, copies[name], unused)
+                hook = partial(by_row, path, copies[name])
                 hooks.enter_context(module.register_forward_hook(hook))
             elif "prompt_encoder" not in name:
                 raise _not_by_row(path)
         yield copies
     if unused:  # the model reads their weights without calling them
         raise _not_by_row(min(unused))
-
-
-def _by_row(
-    path: str,
-    weights: torch.Tensor,
-    unused: set[str],
-    _: Any,
-    inputs: tuple[torch.Tensor],
-    __: torch.Tensor,
-) -> torch.Tensor:
-    """Recompute the output of the module at a path with separate weights for each row."""
-    unused.discard(path)
-    (hidden,) = inputs
-    if hidden.ndim != 3 or len(hidden) != len(weights):
-        raise _not_by_row(path)
-    return hidden @ weights.mT
 
 
 def _not_by_row(path: str) -> BaseModelError:
