@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import normalize
+from transformers import LlamaConfig
 
 from finetuning.conversion.plan import ConversionError, Plan, sizes
 
@@ -28,8 +29,6 @@ def plan_baichuan(config: Mapping[str, Any]) -> Plan:
 
     Raise a ConversionError if the checkpoint is neither Baichuan-7B nor Baichuan2-7B.
     """
-    from transformers import LlamaConfig
-
     # Only the 13B models, which use ALiBi, lack this key.
     if "max_position_embeddings" not in config:
         raise ConversionError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import GlmConfig
 
 from finetuning.conversion.plan import ConversionError, Plan, sizes
 
@@ -63,8 +64,6 @@ def plan_chatglm(config: Mapping[str, Any], name: str, version: Version | None) 
     If the version is None, it is detected from the name in ``config.json`` and the folder's name.
     Raise a ConversionError if the version is ambiguous, or the model is not ChatGLM2 or ChatGLM3.
     """
-    from transformers import GlmConfig
-
     _refuse_others(config)
     version = version or _version(f"{config.get('_name_or_path', '')} {name}")
     ratio = config.get("rope_ratio", 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from finetuning.conversion.baichuan import plan_baichuan
 from finetuning.conversion.chatglm import Version, plan_chatglm
@@ -37,8 +38,6 @@ def convert(
 
     Raise a ConversionError, and write nothing, if the checkpoint can't be converted.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
     config = _read_json(source / "config.json")
     method = quantization_of(config).get("quant_method")
     if method in GROWTH:
@@ -77,8 +76,6 @@ def _plan(config: Mapping[str, Any], source: Path, version: Version | None) -> P
         return plan_baichuan(config)
     if kind == "chatglm":
         return plan_chatglm(config, str(source.absolute()), version)
-    from transformers import CONFIG_MAPPING
-
     if kind in CONFIG_MAPPING:
         raise ConversionError(
             f'model_type "{kind}" needs no conversion: transformers has a class for it, so use the '

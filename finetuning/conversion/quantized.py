@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from finetuning.conversion.plan import ConversionError
 from finetuning.conversion.weights import weight_files, write_shards
@@ -63,8 +64,6 @@ def _dequantize_tensors(
         with safe_open(places[name], framework="pt") as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name)
         return tensor
-
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     with progress_bar(total=len(places), description="converting") as bar:
         for name in sorted(places):

@@ -3,6 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import generate_merges
+
+# The definition in sentencepiece would need the protobuf version that it was built with.
+from transformers.utils import sentencepiece_model_pb2_new as description
+
 from finetuning.conversion.plan import ConversionError, Plan
 
 # Types of pieces in sentencepiece_model.proto.
@@ -17,9 +25,6 @@ def convert_tokenizer(file: Path, plan: Plan) -> Any:
     Raise a ConversionError if the file is not a SentencePiece BPE model, uses a feature that fast
     tokenizers don't support, lacks a token, or has more tokens than the model.
     """
-    from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = _encoder(_read(file), file)
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in plan.special_tokens])
     if tokenizer.get_vocab_size() > plan.config.vocab_size:
@@ -48,11 +53,6 @@ def convert_tokenizer(file: Path, plan: Plan) -> Any:
 
 def _read(file: Path) -> Any:
     """Parse the file with the protobuf definition that transformers includes."""
-    from google.protobuf.message import DecodeError
-
-    # The definition in sentencepiece would need the protobuf version that it was built with.
-    from transformers.utils import sentencepiece_model_pb2_new as description
-
     proto = description.ModelProto()
     try:
         proto.ParseFromString(file.read_bytes())
@@ -77,9 +77,6 @@ def _read(file: Path) -> Any:
 
 def _encoder(proto: Any, file: Path) -> Any:
     """Return the tokenizer without the special tokens that follow the vocabulary."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-    from transformers.convert_slow_tokenizer import generate_merges
-
     scores = {piece.piece: piece.score for piece in proto.pieces}
     if len(scores) < len(proto.pieces):
         raise ConversionError(f"the SentencePiece model {file} contains a piece twice")
@@ -110,8 +107,6 @@ def _encoder(proto: Any, file: Path) -> Any:
 
 def _normalizers(spec: Any) -> list[Any]:
     """Return the normalisation steps that precede byte-pair encoding."""
-    from tokenizers import Regex, normalizers
-
     steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
