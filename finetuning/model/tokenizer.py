@@ -4,6 +4,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from finetuning.errors import BaseModelError
 from finetuning.model.checkpoint import vocabulary_size
 
@@ -14,8 +16,6 @@ def load_tokenizer(directory: Path) -> Any:
     Raise a BaseModelError if there is no end-of-text token or no fast tokenizer, or the model has
     no embedding for a token that texts can contain.
     """
-    from transformers import AutoTokenizer
-
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # damaged files can raise any exception
@@ -30,12 +30,6 @@ def load_tokenizer(directory: Path) -> Any:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    _refuse_larger(tokenizer, directory)
-    return tokenizer
-
-
-def _refuse_larger(tokenizer: Any, directory: Path) -> None:
-    """Raise a BaseModelError if the model has no embedding for a token that texts can contain."""
     size = vocabulary_size(directory)
     used = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
     added = tokenizer.added_tokens_decoder
@@ -52,3 +46,4 @@ def _refuse_larger(tokenizer: Any, directory: Path) -> None:
             f"the tokenizer in {directory} has tokens for which the model's {size} embeddings are "
             f"too few, such as {beyond[0]}; use the tokenizer that was published with the model"
         )
+    return tokenizer
