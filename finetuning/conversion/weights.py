@@ -81,14 +81,25 @@ def write_shards(
     A file has at most ``limit`` bytes; a larger tensor is written to its own file. Copies of
     only one file's tensors are in memory at a time.
     """
+    shard: dict[str, torch.Tensor] = {}
     shards: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
-    total = 0
-    for shard in _shards(tensors, limit):
+    total = size = 0
+
+    def save() -> None:
         save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(shard))
-        dtypes |= {tensor.dtype for tensor in shard.values()}
-        total += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            save()
+            size = 0
+        shard[name] = tensor.clone(memory_format=torch.contiguous_format)
+        dtypes.add(tensor.dtype)
+        size += tensor.nbytes
+        total += tensor.nbytes
+    save()
     if len(shards) == 1:
         (directory / "0.safetensors").rename(directory / "model.safetensors")
         return dtypes
@@ -100,19 +111,3 @@ def write_shards(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return dtypes
-
-
-def _shards(
-    tensors: Iterable[tuple[str, torch.Tensor]], limit: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each file, in a dict that is reused for the next file."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard.clear()
-            size = 0
-        shard[name] = tensor.clone(memory_format=torch.contiguous_format)
-        size += tensor.nbytes
-    yield shard
