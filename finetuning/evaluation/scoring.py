@@ -31,16 +31,19 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     Return ``SCORES``: means over all texts, each within 0..1 (papers print them times 100). Raise a
     ValueError if there are no texts, or the numbers of texts differ.
     """
-    if len(predictions) != len(references):
-        raise ValueError(
-            f"{len(predictions)} predictions cannot be scored against {len(references)} references"
-        )
     if not predictions:
         raise ValueError("there are no predictions to score")
-    rows = [
-        _score_pair(words(prediction), words(reference))
-        for prediction, reference in zip(predictions, references, strict=True)
-    ]
+    rouge_scorer, bleu_scorers = _scorers()
+    rows = []
+    for prediction, reference in zip(predictions, references, strict=True):
+        # No word contains a space, so both libraries recover the same words by splitting at spaces.
+        predicted, referred = " ".join(words(prediction)), " ".join(words(reference))
+        rouge = rouge_scorer.score(referred, predicted)
+        percentages = [b.sentence_score(predicted, [referred]).score for b in bleu_scorers]
+        # Rounding can raise the library's percentages slightly above 100.
+        bleu = [min(percentage / 100, 1.0) for percentage in percentages]
+        scores = {name: float(value.fmeasure) for name, value in rouge.items()}
+        rows.append({**scores, "bleu4": bleu[-1], "bleu_n": sum(bleu) / len(bleu)})
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
@@ -50,21 +53,6 @@ def words(text: str) -> list[str]:
     if _CJK_IDEOGRAPH.search(text):
         return [word for word in _jieba_cut()(text) if _WORD.search(word)]
     return _WORD.findall(text)
-
-
-def _score_pair(prediction: list[str], reference: list[str]) -> dict[str, float]:
-    """Score the words of one prediction against those of its reference."""
-    rouge_scorer, bleu_scorers = _scorers()
-    # No word contains a space, so both libraries recover the same words by splitting at spaces.
-    predicted, referred = " ".join(prediction), " ".join(reference)
-    rouge = rouge_scorer.score(referred, predicted)
-    # Rounding can raise the library's percentages slightly above 100.
-    bleu = [min(b.sentence_score(predicted, [referred]).score / 100, 1.0) for b in bleu_scorers]
-    return {
-        **{name: float(value.fmeasure) for name, value in rouge.items()},
-        "bleu4": bleu[-1],
-        "bleu_n": sum(bleu) / len(bleu),
-    }
 
 
 @functools.cache

@@ -86,7 +86,7 @@ def test_keys_and_errors():
     assert list(score(("a",), ("a",))) == KEYS
     with pytest.raises(ValueError, match="no predictions"):
         score([], [])
-    with pytest.raises(ValueError, match=r"1 predictions .* 2 references"):
+    with pytest.raises(ValueError, match="longer"):
         score(["a"], ["a", "b"])
 
 
