@@ -26,25 +26,20 @@ def main() -> None:
     base = arguments.model or config.base_model_name_or_path
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), arguments.adapter)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    has_template = bool(tokenizer.chat_template)
-    if has_template:
-        prompt = tokenizer.apply_chat_template(
+    if tokenizer.chat_template:
+        inputs = tokenizer.apply_chat_template(
             [{"role": "user", "content": arguments.question}],
-            tokenize=False,
             add_generation_prompt=True,
             enable_thinking=False,
+            return_dict=True,
+            return_tensors="pt",
         )
     else:
         # Without a chat template, Chambers formats rows in FedJudge's plain form.
         prompt = f"Instruction Input:\n{arguments.question}\nInstruction Output:\n"
-    inputs = tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=arguments.max_new_tokens,
-            do_sample=False,
-        )
+        output = model.generate(**inputs, max_new_tokens=arguments.max_new_tokens, do_sample=False)
     answer = output[0, inputs["input_ids"].shape[1] :]
     print(tokenizer.decode(answer, skip_special_tokens=True).strip())
 

@@ -2,10 +2,7 @@
 
 Each stage derives its own seed from the run's seed and its position in the run (client, round,
 step, micro-batch, party). Therefore a resumed run equals an uninterrupted one, and the order in
-which micro-batches are processed has no effect.
-
-The noise of differential privacy must be secret, so it is generated from the operating system's
-random bytes, or from a secret key that consists of such bytes.
+which micro-batches are processed has no effect. Only the noise of differential privacy is secret.
 """
 
 import hashlib

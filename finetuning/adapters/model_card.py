@@ -104,18 +104,15 @@ def merged_card(
         tags=["federated-learning"],
         **named,
     )
-    quantised = (
-        ""
-        if quantization == "none"
-        else f"- Added to the values of weights quantised to {quantization}\n"
-    )
     description = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     kind = (description.get("architectures") or ["AutoModelForCausalLM"])[0]
-    held_out = ""
+    notes = ""
+    if quantization != "none":
+        notes += f"- Added to the values of weights quantised to {quantization}\n"
     if losses:
         before, after = (fmean(each) for each in zip(*losses.values(), strict=True))
-        held_out = f"- Held-out loss (mean of {len(losses)}): base model {before:.3f}, "
-        held_out += f"this model {after:.3f}\n"
+        notes += f"- Held-out loss (mean of {len(losses)}): base model {before:.3f}, "
+        notes += f"this model {after:.3f}\n"
     return f"""---
 {metadata.to_yaml()}
 ---
@@ -125,7 +122,7 @@ def merged_card(
 - Base model: `{public_name(base)}`{_note_on_gguf(directory)}
 - Licence of the base model: {licence or "not named in its folder; it applies to this model, too"}
 - Precision: {dtype}
-{quantised}{held_out}
+{notes}
 ```python
 from transformers import AutoTokenizer, {kind}
 

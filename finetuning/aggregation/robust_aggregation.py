@@ -59,11 +59,9 @@ def update_caps(
 ) -> dict[str, float]:
     """Return each client's maximum ratio of its update's norm to the median norm.
 
-    It is ``max_ratio``, except for a client without an agreement (``sizes`` and ``agreed`` are
-    those of ``believed_sizes``): then ``max_ratio`` is divided by the ratio of the client's data
-    size, as ``believed_sizes`` returns it, to the median data size if this ratio is above 1.
-    Otherwise, a client could exceed the typical influence, which is the product of weight and norm,
-    by the product of both caps.
+    It is ``max_ratio``; for a client without an agreement (see `believed_sizes`), divided by the
+    ratio of its believed size to the median if that is above 1. Otherwise, the client could exceed
+    the typical influence, the product of weight and norm, by the product of both caps.
     """
     believed = believed_sizes(sizes, agreed)
     known = sizes.keys() if agreed is None else agreed.keys()
