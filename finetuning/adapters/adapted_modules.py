@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from finetuning.adapters.adapter import attach_adapter, target_names
 from finetuning.errors import BaseModelError
@@ -39,6 +34,8 @@ def adapted_modules(directory: Path, settings: AdapterSettings) -> dict[str, boo
     ``config.json``; weights aren't read. The result is empty for prefixes. Raise a BaseModelError
     if the architecture is unknown, or does not support the targets.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     if settings.kind == "prefix":
         return {}
     model = outline(directory)
@@ -61,6 +58,8 @@ def with_names(directory: Path, settings: AdapterSettings) -> AdapterSettings:
     ``directory`` contains the model's ``config.json``. Raise a BaseModelError if the architecture
     is unknown, or a target matches no module.
     """
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+
     if settings.kind == "prefix":
         return settings
     model, targets = outline(directory), settings.targets.strip()
@@ -95,6 +94,8 @@ def _path_of_blocks(model: Any) -> str | None:
 
 def _mixes_tokens(path: str, layer: Any, blocks: str | None) -> bool:
     """Return whether a module is a linear layer of a block that all tokens pass through."""
+    from transformers.pytorch_utils import Conv1D
+
     is_in_block = blocks is not None and path.startswith(f"{blocks}.")
     inside = path.removeprefix(f"{blocks}.").split(".")[1:]
     # Routers can be linear layers, and experts a list of them.
@@ -119,6 +120,9 @@ def _linear_layers(model: Any) -> set[str]:
 
 def _names_experts(model: Any, name: str) -> bool:
     """Return whether PEFT adapts experts' parameters instead of the modules of this name."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     config = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model, None)

@@ -6,16 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    TaskType,
-    get_peft_model,
-    get_peft_model_state_dict,
-)
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 
 from finetuning.adapters.prefixes import SAVED, key_value_shape, refuse_without_prefix
@@ -54,6 +44,9 @@ def attach_adapter(
     Modules with ``excluded`` paths are not adapted even if a target matches their name. Raise a
     BaseModelError if the architecture does not support the targets or prefixes.
     """
+    from peft import PeftModel, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
     config = as_peft_config(settings, excluded)
     try:
         if isinstance(model, PeftModel):
@@ -80,6 +73,8 @@ def attach_adapter(
 
 def as_peft_config(settings: AdapterSettings, excluded: Sequence[str] = ()) -> Any:
     """Convert settings to PEFT's configuration; see `attach_adapter` for the arguments."""
+    from peft import LoraConfig, PrefixTuningConfig, TaskType
+
     task = TaskType.CAUSAL_LM
     if settings.kind == "prefix":
         return PrefixTuningConfig(
@@ -113,6 +108,8 @@ def initial_adapter(
     Return the adapter's float32 tensors, and its PEFT configuration with explicit targets. Raise a
     BaseModelError if the model does not exist, or does not support the targets or prefixes.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     prefix = settings.kind == "prefix"
     # In a split model, a party's directory may contain only the files of its blocks.
     if directory is None or (prefix and settings.initial_text):
@@ -205,6 +202,8 @@ def export_adapter(peft_model: Any) -> State:
 
     The copies share no storage with the model or with each other.
     """
+    from peft import get_peft_model_state_dict
+
     state = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     return {
         name: value.detach().to("cpu", torch.float32, copy=True).contiguous()

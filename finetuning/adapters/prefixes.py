@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from finetuning.errors import BaseModelError
 
@@ -36,6 +35,8 @@ def prefix_cache(prefixes: Mapping[int, torch.Tensor], length: int, config: Any)
     The ``DynamicCache`` is for one forward pass; gradients flow back through it to the prefixes.
     ``prefixes`` maps a block's number in the whole model to the result of `prefix_of_rows`.
     """
+    from transformers import DynamicCache
+
     # Positions and masks depend on the length of the first block's cache. If another party runs the
     # first block, a placeholder of the same length, which uses hardly any memory, is cached for it.
     placeholder = torch.zeros(1, 1, length, 1)

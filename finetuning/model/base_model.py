@@ -10,16 +10,6 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PretrainedConfig,
-    __version__,
-)
 
 from finetuning.devices import default_device, default_dtype
 from finetuning.errors import BaseModelError
@@ -98,6 +88,14 @@ def text_config(directory: Path) -> Any:
 
     Raise a BaseModelError if the architecture is unknown, or has no causal language model.
     """
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        PretrainedConfig,
+        __version__,
+    )
+
     whole: Any = None
     text: Any = None
     try:
@@ -130,6 +128,8 @@ def outline(directory: Path) -> Any:
 
     Raise a BaseModelError if the architecture is unknown, or is not a causal language model.
     """
+    from transformers import AutoModelForCausalLM
+
     config = text_config(directory)
     try:
         with torch.device("meta"):
@@ -143,6 +143,8 @@ def load_checkpoint(directory: Path, **arguments: Any) -> Any:
 
     Raise a BaseModelError if it can't be loaded, lacks tensors, or was saved quantised.
     """
+    from transformers import AutoModelForCausalLM
+
     config = text_config(directory)
     refuse_quantized(directory)
     refuse_missing_shards(directory)
@@ -204,6 +206,8 @@ def generation_settings(directory: Path, config: Any) -> Any:
     Other settings in ``generation_config.json``, such as beams or limits, are not used. Raise a
     BaseModelError if the file can't be read.
     """
+    from transformers import GenerationConfig
+
     file = directory / "generation_config.json"
     try:
         ends = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
@@ -220,6 +224,8 @@ def loading_arguments(settings: ModelSettings, device: str | None = None) -> dic
     If the device is None, an accelerator is used if there is one. bitsandbytes quantises to
     QLoRA's double-quantised nf4, or with LLM.int8().
     """
+    from transformers import BitsAndBytesConfig
+
     chosen = torch.device(device) if device else default_device()
     dtype = {
         "float32": torch.float32,

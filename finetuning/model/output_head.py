@@ -12,7 +12,6 @@ import torch
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, linear
 from torch.overrides import TorchFunctionMode
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from finetuning.data.batching import MicroBatch
 from finetuning.devices import to_device
@@ -47,6 +46,8 @@ class _Backbone(torch.nn.Module):
         past_key_values: Any = None,
         **__: Any,
     ) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
         hidden, cache = self._compute(input_ids, inputs_embeds, past_key_values)
         output = MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
         output.cross_attentions = output.shared_kv_states = None  # GPT-2 and Gemma 4 read these.

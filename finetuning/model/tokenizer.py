@@ -4,8 +4,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from finetuning.errors import BaseModelError
 from finetuning.model.checkpoint import vocabulary_size
 
@@ -16,6 +14,8 @@ def load_tokenizer(directory: Path) -> Any:
     Raise a BaseModelError if there is no end-of-text token or no fast tokenizer, or the model has
     no embedding for a token that texts can contain.
     """
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # damaged files can raise any exception

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from transformers import get_scheduler
 
 from finetuning.settings import TrainSettings
 
@@ -23,6 +22,8 @@ def make_optimizer(
 
 def learning_rate(settings: TrainSettings, total_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the step, counted from 0 over the whole run."""
+    from transformers import get_scheduler
+
     # The library's scheduler can't jump to a step, so only its function of the step is used.
     throwaway = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(
