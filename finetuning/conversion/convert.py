@@ -31,10 +31,9 @@ def convert(
 
     Return a phrase that says what has been converted. Tensors keep their precision, except that
     quantised weights are written in bfloat16; see `dequantize`. Memory is needed for one source
-    tensor and one target file, which has at most ``shard_bytes``, or one larger tensor. A source
-    file in PyTorch's old format (not zip) is loaded as a whole. The target folder appears only when
-    it is complete. ``version`` is ChatGLM's, and is required if neither ``config.json`` nor the
-    folder's name contains it.
+    tensor (see `read_tensors`) and one target file, which has at most ``shard_bytes``, or one
+    larger tensor. The target folder appears only when it is complete. ``version`` is ChatGLM's, and
+    is required if neither ``config.json`` nor the folder's name contains it.
 
     Raise a ConversionError, and write nothing, if the checkpoint can't be converted.
     """

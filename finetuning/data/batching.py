@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -72,14 +73,13 @@ def round_steps(
     """
     per_epoch = _steps_per_epoch(len(lengths), settings)
     per_round = steps_per_round(len(lengths), settings)
-    orders: dict[int, list[list[int]]] = {}
-    steps = []
-    for step in range((round_number - 1) * per_round, round_number * per_round):
-        epoch, index = divmod(step, per_epoch)
-        if epoch not in orders:
-            orders[epoch] = _epoch(lengths, settings, derive_seed("epoch", seed, epoch))
-        steps.append(orders[epoch][index])
-    return steps
+    first, skipped = divmod((round_number - 1) * per_round, per_epoch)
+    steps = [
+        step
+        for epoch in range(first, first + math.ceil((skipped + per_round) / per_epoch))
+        for step in _epoch(lengths, settings, derive_seed("epoch", seed, epoch))
+    ]
+    return steps[skipped : skipped + per_round]
 
 
 def micro_batches(
@@ -141,8 +141,7 @@ def _epoch(lengths: Sequence[int], settings: TrainSettings, seed: int) -> list[l
     # Only the last batch can be short. Keep it last, so that every other step is full.
     short = [batches.pop()] if len(batches[-1]) < size else []
     batches = [batches[index] for index in random.permutation(len(batches))] + short
-    steps = []
-    for first in range(0, len(batches), settings.accumulation):
-        batches_of_step = batches[first : first + settings.accumulation]
-        steps.append([index for batch in batches_of_step for index in batch])
-    return steps
+    in_step = settings.accumulation
+    return [
+        list(chain(*batches[first : first + in_step])) for first in range(0, len(batches), in_step)
+    ]

@@ -35,17 +35,12 @@ def parse_rows(
     leave_out: LeaveOut | None = None,
     advice: str = "fix them, or set data.skip-bad-rows=true to leave them out",
 ) -> list[Parsed]:
-    """Read rows from a file or a Hugging Face data set.
+    """Read rows from a file, several files, or a data set of the Hub; see `formats.read_values`.
 
-    Args:
-        path: A file in one of `formats.FORMATS`, several such files, or the id of a data set (see
-            `formats.read_values`).
-        parse: Converts an origin and a value to a row, or raises a `DataError` with the reason.
-        leave_out: Called for each malformed row, instead of raising.
-        advice: Remedy for malformed rows in the error message.
-
-    Raise ``DataError`` if the data is missing or empty, or rows are malformed; the message names
-    file, line and reason.
+    ``parse`` converts an origin and a value to a row, or raises a `DataError` with the reason.
+    ``leave_out`` is called for each malformed row, instead of raising. Raise a DataError if the
+    data is missing or empty, or rows are malformed; the message names file, line, reason and
+    ``advice``.
     """
     rows: list[Parsed] = []
     problems: list[tuple[str, DataError]] = []
