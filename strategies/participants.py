@@ -3,10 +3,8 @@
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
-from pathlib import Path
 from random import Random
 
 from flwr.app import Message, MessageType, RecordDict
@@ -26,11 +24,11 @@ from federation.messages import (
     withheld_of,
 )
 from federation.run_config import RunConfig
-from federation.sums.announcement import ANNOUNCEMENT, Announcement, Group, announcements_of
-from federation.sums.members import SumError, form_groups, read_members
+from federation.sums.announcement import Announcement, Group
 from finetuning.errors import printable
 from finetuning.randomness import derive_seed
 from strategies.exchange import exchange, turns
+from strategies.groups import announcement_of, complete_groups, groups_of
 from strategies.refusals import agreed, reason_to_refuse_registration
 from strategies.silence import SilentClients
 
@@ -228,7 +226,12 @@ class Participants:
         self._absent |= self._prepare(grid, drawn)
         prepared = [p for p in (self._registered[p.node_id] for p in drawn) if p.examples]
         if self._config.sums.enabled:
-            prepared = self._complete(prepared, connected)
+            announced = {p.name: p.announcement for p in prepared if p.announcement}
+            names = {p.name for p in connected}
+            found = complete_groups(self._groups(), names, announced, self.agreed or {})
+            self.groups, absent_groups = found
+            self._absent |= absent_groups
+            prepared = [p for p in prepared if p.name in self.groups]
         self.asked = {p.name: p.examples for p in prepared}
         ttl = self._config.reply_timeout * turns(grid, len(prepared))
         if message_type == MessageType.TRAIN and self._config.late_replies:
@@ -247,7 +250,7 @@ class Participants:
         seed = self._config.seed
         if self._config.sums.enabled:
             by_name = {p.name: p for p in connected}
-            groups = [group for group in self._groups_of() if by_name.keys() >= set(group)]
+            groups = [group for group in self._groups() if by_name.keys() >= set(group)]
             groups.sort(key=lambda group: derive_seed("sample", seed, draw, *group))
             needed, names = self._config.sampled(len(connected)), list[str]()
             while groups and len(names) < needed:
@@ -258,38 +261,8 @@ class Participants:
         count = self._config.sampled(len(drawn))
         return sorted(drawn[:count], key=lambda p: p.name)
 
-    def _groups_of(self) -> list[list[str]]:
-        """Return the groups of masked sums: those of the list or, in simulation, of all clients."""
-        if self._config.sums.members:
-            members = read_members(Path(self._config.sums.members).expanduser())
-            return [sorted(group) for group in members.groups]
-        return form_groups([p.name for p in self._registered.values()])
-
-    def _complete(
-        self, prepared: list[Participant], connected: list[Participant]
-    ) -> list[Participant]:
-        """Return the members of complete groups, and note why other clients take no part."""
-        announced = {p.name: p.announcement for p in prepared if p.announcement}
-        groups = self._groups_of()
-        self.groups = {}
-        for name, rows in (self.agreed or {}).items():
-            if name in announced and announced[name].statement.rows > rows:
-                del announced[name]
-                self._absent[name] = f"it announces more than the {rows} rows that are agreed on"
-        here, drawn = {p.name for p in connected}, {p.name for p in prepared}
-        for name in here - {name for names in groups for name in names}:
-            self._absent[name] = "it is in no group of sums.members"
-        for names in groups:
-            if announced.keys() >= set(names):
-                group = Group({name: announced[name] for name in names})
-                self.groups |= dict.fromkeys(names, group)
-            elif not here >= set(names) or drawn & set(names):  # else it wasn't drawn
-                missing = [name for name in names if name not in here]
-                missing = missing or [name for name in names if name not in announced]
-                reason = f"its group is incomplete: {', '.join(missing)} can't take part"
-                for name in here & set(names):
-                    self._absent.setdefault(name, reason)
-        return [p for p in prepared if p.name in self.groups]
+    def _groups(self) -> list[list[str]]:
+        return groups_of(self._config, [p.name for p in self._registered.values()])
 
     def missing(self, answered: Collection[str]) -> dict[str, str]:
         """Return the clients that haven't answered, with the reasons."""
@@ -358,7 +331,7 @@ class Participants:
                     examples=examples,
                     train_examples=metrics.get(TRAIN_EXAMPLES, examples),
                     withholds=withheld_of(reply) is not None,
-                    announcement=_announcement(reply),
+                    announcement=announcement_of(reply, name),
                     rank=metrics.get(RANK, 0),
                 )
                 if self.agreed is not None and assigned in self._agreements:
@@ -387,15 +360,3 @@ def _described(name: str, others: Collection[str]) -> str:
 
 def _name(reply: Message) -> str:
     return str(config_of(reply).get("name", ""))
-
-
-def _announcement(reply: Message) -> Announcement | None:
-    """Return the announcement in the reply to a query, or None; the group's members check it."""
-    record = reply.content.config_records.get(ANNOUNCEMENT)
-    if record is None:
-        return None
-    with suppress(SumError):
-        (announcement,) = announcements_of(record)
-        if announcement.statement.name == _name(reply):
-            return announcement
-    return None

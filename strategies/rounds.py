@@ -16,16 +16,16 @@ from federation.authentication import Signer
 from federation.messages import ARRAYS, CONFIG, Instruction, from_arrays, to_arrays
 from federation.run_config import RunConfig
 from federation.run_folder import LaneStatus, Phase, RunStatus
-from federation.sums.announcement import GROUP, group_record
 from finetuning.adapters.adapter import State
 from finetuning.aggregation.factor_error import factor_error, pair_factors
-from finetuning.aggregation.mixed_ranks import complete, cut, pad
+from finetuning.aggregation.mixed_ranks import complete, pad
 from finetuning.model.fingerprint import combine_digests
 from finetuning.model.locating import locate
 from strategies.averaging import Averaging
+from strategies.client_arrays import ClientArrays
 from strategies.exchange import Unanswered, exchange, turns
 from strategies.journal import Journal, LiveStatus, Progress, reasons
-from strategies.masked_sums import GroupMeans, MaskedSums, record_group_metrics
+from strategies.masked_sums import GroupMeans, record_group_metrics
 from strategies.participants import Participants
 from strategies.replies import Replies
 
@@ -39,6 +39,20 @@ class Rounds(Strategy):
     The run continues from ``progress``. ``fingerprint`` is the base model's fingerprint as computed
     by the server. Without a ``signer``, instructions aren't signed. ``agreed`` contains the agreed
     numbers of rows by name; None, as in a simulation, believes all clients' data sizes.
+
+    With ``values`` as the run config, ``grid`` connected to the clients, and a `Journal`:
+
+    >>> from federation.run_config import parse_run_config
+    >>> from finetuning.adapters.adapter import initial_adapter
+    >>> from finetuning.model.fingerprint import fingerprint
+    >>> from strategies.fedjudge import FedJudgeBase
+    >>> config = parse_run_config(values)
+    >>> base = FedJudgeBase.locate_base_model(config)
+    >>> adapter, _ = initial_adapter(config.model.name, config.adapter, seed=0)
+    >>> strategy = FedJudgeBase(config, fingerprint(base), Progress("example"), journal)
+    >>> result = strategy.start(grid, to_arrays(adapter), config.rounds)
+    >>> strategy.progress.finished_rounds
+    1
     """
 
     def __init__(
@@ -63,10 +77,10 @@ class Rounds(Strategy):
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
         self._participants = Participants(config, queried, fingerprint, signer, agreed)
+        self._arrays = ClientArrays(config, self._participants)
         self._averaging = Averaging(config, self._participants, journal)
         self._update_state: State = {}  # from before the round, as the reference is
         self._reference = ArrayRecord()
-        self._sums: MaskedSums | None = None  # of the clients that were asked last
         # The averaged clients' data sizes and, with ``late-replies``, the messages to the others.
         self._sizes: dict[str, int] = {}
         self._unanswered: Unanswered | None = None
@@ -142,7 +156,7 @@ class Rounds(Strategy):
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         messages = self._participants.address(MessageType.TRAIN, content, grid, draw=server_round)
         self._begin("training", server_round, grid)
-        return self._adapted(messages, arrays)
+        return self._arrays.adapt(messages, arrays)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -234,32 +248,10 @@ class Rounds(Strategy):
             late.record_training(self._journal, server_round)
             return self._average(server_round, late)
 
-    def _adapted(self, messages: Iterable[Message], arrays: ArrayRecord) -> Iterator[Message]:
-        """Add to each message what differs between clients: the group of sums, and the rank."""
-        groups = self._participants.groups
-        if self.config.sums.enabled:
-            self._sums = MaskedSums(self.config, groups)
-        by_rank: dict[int, ArrayRecord] = {}  # clients of equal rank share one record
-
-        def adapted() -> Iterator[Message]:
-            for message in messages:
-                client = self._participants.recipient_of(message)
-                if group := groups.get(client.name):
-                    message.content[GROUP] = group_record(list(group.announcements.values()))
-                if rank := client.rank:
-                    if rank not in by_rank:
-                        by_rank[rank] = to_arrays(cut(from_arrays(arrays), rank))
-                    message.content[ARRAYS] = by_rank[rank]
-                yield message
-
-        return adapted()
-
     def _open_sums(self, replies: Replies, reference: State | None) -> GroupMeans | None:
         """With masked sums, return the means of groups; leave out the others' members."""
-        if self._sums is None:
-            return None
-        means = self._sums.open(replies, reference)
-        for name, reason in replies.left_out.items():
+        means = self._arrays.open_sums(replies, reference)
+        for name, reason in replies.left_out.items() if means else ():
             self._status.add(name, reason)
         return means
 
@@ -282,11 +274,7 @@ class Rounds(Strategy):
         for reply in replies:
             if sender := self._participants.sender_of(reply):
                 base, answers = self._instruction.base, self.config.evaluate.shown
-                expected = reference
-                if reference is not None and sender.rank:
-                    expected = to_arrays(cut(from_arrays(reference), sender.rank))
-                if self._sums:
-                    expected = self._sums.expected(sender.name, reference, evaluation)
+                expected = self._arrays.expected(sender, reference, evaluation)
                 reason = collected.add(reply, sender, base, expected, minimum, answers)
                 if not are_late:
                     self._status.add(sender.name, reason)
@@ -308,7 +296,7 @@ class Rounds(Strategy):
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         messages = self._participants.address(MessageType.EVALUATE, content, grid, draw=0)
         self._begin("evaluation", server_round, grid)
-        return self._adapted(messages, arrays)
+        return self._arrays.adapt(messages, arrays)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> None:
         """Record each client's metrics, and process the importance J if it was requested.
