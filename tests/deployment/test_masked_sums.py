@@ -67,7 +67,8 @@ def table(only):
 
 
 def rounds(running):
-    lines = (results(running) / "metrics.jsonl").read_text().splitlines()
+    file = results(running) / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] == "round"]
 
 
