@@ -43,10 +43,10 @@ class Data:
 
     def __call__(self) -> int:
         """Read the rows and show them; return 0 only if nothing is refused."""
-        from chambers.settings import read_settings
+        from chambers.settings import read_settings, with_least_nodes
 
         values = read_settings([*(self.settings or []), f"data.path={self.path}"])
-        config = parse_run_config({"min-nodes": 1, **values})
+        config = parse_run_config(with_least_nodes(values))
         shown, refused = 0, False
         for name, source in sources_of(config).items():
             try:

@@ -8,6 +8,7 @@ from typing import Any
 from chambers.app_folder import presets
 from chambers.errors import CommandError
 from federation.run_config import RunConfig, Scalar, leaves
+from federation.sum_settings import MIN_GROUP
 from finetuning.data.files import client_folders
 from finetuning.model.names import BUILT_IN
 
@@ -41,6 +42,11 @@ def read_settings(settings: list[str]) -> dict[str, Any]:
         except ValueError as error:
             raise CommandError(f"{setting} is not a file of settings: {error}") from error
     return with_absolute_paths(tables | keys)
+
+
+def with_least_nodes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the smallest valid ``min-nodes``, unless it is set, to check the other settings."""
+    return {"min-nodes": MIN_GROUP if settings.get("sums.enabled") else 1, **settings}
 
 
 def with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:

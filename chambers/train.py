@@ -20,7 +20,7 @@ from chambers.app_folder import describe_presets, write_app
 from chambers.cluster import join
 from chambers.data import check_data
 from chambers.errors import CommandError
-from chambers.settings import count_clients, read_settings
+from chambers.settings import count_clients, read_settings, with_least_nodes
 from chambers.sources import argument, count
 from chambers.steps import OWN_ROWS, describe_steps, read_clients, suited
 from federation.run_config import RunConfig, parse_run_config
@@ -133,7 +133,7 @@ class Train:
             values[shown] = 0
         clients = self.clients or count_clients(values)
         # The default of min-nodes depends on ``sample``.
-        config = parse_run_config({"min-nodes": 1, **values})
+        config = parse_run_config(with_least_nodes(values))
         values.setdefault("min-nodes", config.sampled(clients))
         config = parse_run_config(values)
         if config.min_nodes > clients:

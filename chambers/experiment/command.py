@@ -15,7 +15,7 @@ import typer
 
 from chambers.errors import CommandError
 from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
-from chambers.settings import count_clients, with_absolute_paths
+from chambers.settings import count_clients, with_absolute_paths, with_least_nodes
 from chambers.sources import argument, count, option
 from federation.run_config import RunConfig, Scalar, parse_run_config
 
@@ -125,7 +125,7 @@ class Experimenting:
         """Check settings before the first run starts; an error names their place in the file."""
         values = with_absolute_paths(settings)
         try:
-            sample = parse_run_config({"min-nodes": 1, **values})
+            sample = parse_run_config(with_least_nodes(values))
             values.setdefault("min-nodes", sample.sampled(clients or count_clients(values)))
             return parse_run_config(values)
         except ValueError as error:

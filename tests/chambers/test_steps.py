@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chambers.__main__ import main
 from chambers.app_folder import presets
 from chambers.run_plan import describe_time
 from chambers.settings import read_settings
@@ -43,6 +44,16 @@ def test_steps_are_described_and_few_are_named(values):
     assert warning.startswith("warning: 6 steps at train.learning-rate = 0.0005 hardly change")
     enough = describe_steps(dict.fromkeys("abcde", 400), config_for({"a": 400}))
     assert enough == ["a, b, c and 2 more: 50 steps per round of up to 8 rows, 150 in all"]
+
+
+def test_masked_sums_of_the_demonstration_hide_answers(capfd, checkpoint):
+    """Its preset would show them, and two clients are too few."""
+    words = ["train", "--plan", "demo", f"model.name={checkpoint}", "sums.enabled=true"]
+    words += ["evaluate.generate=false", "adapter.targets=q_proj", "data.max-length=128"]
+    assert main(words) == 0
+    assert "evaluate.show-answers = 0, since sums.enabled = true" in capfd.readouterr().err
+    assert main([*words, "--clients", "2"]) == 2
+    assert "needs min-nodes of at least 3" in capfd.readouterr().err
 
 
 def test_a_plan_is_printed_and_nothing_is_trained(

@@ -112,6 +112,13 @@ def test_killed_programs_change_nothing_and_no_adapter_reaches_the_coordinator(s
     assert not any(value[:32] in content for value in trained)
 
 
+def test_the_coordinator_sees_which_groups_are_complete(summing):
+    beside = summing.programs["coordinator"]["superexec"]
+    command = ["chambers", "site", "nodes", "--folder", beside.host.here(FOLDER)]
+    listed = beside.host.run(command, beside.view).stdout
+    assert "group 1 (consultation, court, hospital) is complete" in listed, listed
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
