@@ -104,6 +104,7 @@ clients' adapters. Personalised: a client's own adapter after its last local tra
 <div class="grid">{% for client, chart in charts.items() if chart %}
 <figure><figcaption>{{ name(client) }}</figcaption>{{ chart }}</figure>{% endfor %}</div>
 {% endfor %}
+{% if not config["sums.enabled"] %}
 <h2>Local training</h2>
 <ul>{% for client in looks %}<li>{{ name(client) }}
 {%- if client in withheld %}: {{ withheld[client] }}{% endif %}</li>{% endfor %}</ul>
@@ -113,6 +114,7 @@ clients' adapters. Personalised: a client's own adapter after its last local tra
 <tr><th scope="row">{{ name(client) }}</th><td class="number">{{ "%.3g"|format(value) }}</td></tr>
 {% endfor %}</table>{% endif %}</figure>
 {% else %}<p>No client has trained yet.</p>{% endfor %}</div>
+{% endif %}
 <h2>Participation</h2>
 <div class="wide"><table><thead><tr><th scope="col">Round</th><th scope="col">Took part</th>
 <th scope="col">Left out</th><th scope="col">Scaled down</th>

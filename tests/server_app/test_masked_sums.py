@@ -69,6 +69,7 @@ def test_no_adapter_of_a_client_is_at_the_coordinator(values, tmp_path):
     assert "no client&#39;s adapter" in (directory / "report.html").read_text().replace(
         "'", "&#39;"
     )
+    assert "Local training" not in (directory / "report.html").read_text()
     assert NAME in (directory / "summary.txt").read_text()
     # The key for the run's masks is deleted after the final evaluation.
     assert not list((tmp_path / "runs-state").rglob("sum-key"))
