@@ -191,6 +191,8 @@ class Rounds(Strategy):
 
         With masked sums, average the means of groups.
         """
+        reference = from_arrays(self._trained(server_round))
+        ranked = bool(self.config.adapter.ranks)
 
         def state_of(name: str) -> State:
             if means:
@@ -199,8 +201,6 @@ class Rounds(Strategy):
             state = {key: saved[1][key] for key in reference} if saved else new.state(name)
             return complete(state, reference) if ranked else state
 
-        reference = from_arrays(self._trained(server_round))
-        ranked = bool(self.config.adapter.ranks)
         self._sizes = dict(sorted((self._sizes | new.sizes).items()))
         updated, state = self._averaging.average(
             round_number=server_round,
@@ -210,7 +210,7 @@ class Rounds(Strategy):
             update_state=self._update_state,
             ranked=new.tensors() if ranked else None,
         )
-        if means is None and not ranked:
+        if means is None and not ranked and new.sizes == self._sizes:
             self._record_factor_error(server_round, new)
         for name in new.metrics:  # from here on, replies' files may be moved
             personalised = None if means else self._personalised(name, new)

@@ -166,7 +166,7 @@ def test_what_members_did_not_receive_alike_does_not_add_up(coordinator):
         assert looks_uniform(weights(total))
 
 
-def test_groups_that_could_reveal_an_update_are_refused_before_training(coordinator, trained):
+def test_groups_that_reveal_an_update_are_refused_before_training(coordinator, trained):
     a, b, c = (coordinator.known[name] for name in NAMES)
     statement = c.statement
 

@@ -77,7 +77,7 @@ def trainings(host):
     return log.read_text().count('"event": "accepted"') if log.exists() else 0
 
 
-def test_killed_programs_change_nothing_and_no_adapter_reaches_the_coordinator(summing):
+def test_killed_programs_change_nothing_and_reveal_no_adapter(summing):
     status, log = summing.run(SETTINGS)
     assert status == COMPLETED, log
     unbroken = final(results(summing))

@@ -122,7 +122,7 @@ def test_a_group_takes_part_whole_or_not_at_all(values, tmp_path, change, reason
     assert {each["client"] for each in left["left_out"]} == {"alpha", "beta", "gamma"}
 
 
-def test_other_groups_continue_without_a_group_that_lacks_a_member(values, tmp_path):
+def test_other_groups_continue_without_an_incomplete_one(values, tmp_path):
     for number in range(8):
         write_rows(tmp_path / "rows" / f"c{number}" / "train.jsonl", 4 + number, number)
         write_rows(tmp_path / "rows" / f"c{number}" / "test.jsonl", 2, number)

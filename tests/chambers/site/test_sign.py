@@ -85,7 +85,7 @@ def test_reviewers_add_their_signatures_to_one_release(capsys, release, tmp_path
         assert len(list(folder.iterdir())) == 2
 
 
-def test_a_list_of_groups_is_signed_for_sites_that_trust_the_reviewer(capsys, tmp_path):
+def test_a_list_of_groups_is_signed_for_who_trusts_the_reviewer(capsys, tmp_path):
     names = ["court", "firm", "hospital"]
     publics = {name: open_peer_key(tmp_path / name) for name in names}
     reviewer(tmp_path / "reviewer")
