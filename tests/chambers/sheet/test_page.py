@@ -7,6 +7,7 @@ import pytest
 from tests.chambers.browser import browser, needs_browser
 from tests.chambers.conftest import execute
 from tests.chambers.sheet.conftest import MODELS, QUESTIONS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, needs_browser]
 CHOOSE = """
@@ -34,8 +35,13 @@ def test_scores_are_kept_saved_loaded_and_read(study, tmp_path, capsys):
         own.open(page.as_uri())
         assert own.run(STATE) == f"0 of {count} answers scored"
         own.run(CHOOSE % 1)
-        own.open(page.as_uri())
-        assert own.run(STATE) == f"{count - 1} of {count} answers scored"
+
+        def opened_again():
+            own.open(page.as_uri())
+            return own.run(STATE)
+
+        # On a busy machine, Chromium writes localStorage some time later.
+        wait_until(lambda: opened_again() == f"{count - 1} of {count} answers scored", 30.0)
         own.run("document.querySelector('#save').click()")
         unfinished = saved(downloads, "annotator-1-unfinished.csv")
         own.run(CHOOSE % 0)
