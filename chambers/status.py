@@ -72,12 +72,18 @@ class Status:
             console.width = 120
         try:
             run = read_run_state(directory, self.coordinator)
-            # Without a terminal, only the last status is shown.
-            with Live(render_status(run), console=console, auto_refresh=False) as live:
-                while self.watch and run.is_running:
-                    time.sleep(2.0)
-                    run = read_run_state(directory, self.coordinator)
-                    live.update(render_status(run), refresh=True)
+            if self.watch and console.is_terminal:
+                with Live(render_status(run), console=console, auto_refresh=False) as live:
+                    while run.is_running:
+                        time.sleep(2.0)
+                        run = read_run_state(directory, self.coordinator)
+                        live.update(render_status(run), refresh=True)
+                return run.exit_status
+            console.print(render_status(run))
+            while self.watch and run.is_running:
+                time.sleep(30.0)  # less often, since output may go to a file
+                run = read_run_state(directory, self.coordinator)
+                console.print("", render_status(run))
             return run.exit_status
         except (OSError, ValueError) as error:
             raise CommandError(f"{directory} can't be read: {error}") from error
