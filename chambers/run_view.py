@@ -161,7 +161,13 @@ def run_lines(config: Mapping[str, Any], events: Sequence[Event]) -> Iterator[st
             reasons = "".join(map(_reasons, missing[-1:]))
             losses = _evaluated([e for e in own if e["event"] == "evaluate"])
             if losses or reasons:
-                yield _line(f"{name}: evaluated", event, losses, reasons)
+                from_all = config.get("continual.importance") == "server" and number > 0
+                is_last = number == int(config["rounds"])
+                has_importance = (
+                    config.get("strategy") == "fedjudge-cl" and from_all and not is_last
+                )
+                what = "evaluated, with importance J," if has_importance else "evaluated"
+                yield _line(f"{name}: {what}", event, losses, reasons)
 
 
 def _line(what: str, event: Event, losses: str, left_out: str) -> str:

@@ -14,7 +14,7 @@ from finetuning.model.names import BUILT_IN
 
 GENERATED_CLIENTS = 3
 _PATHS_OR_NAMES = {"data.path", "model.name"}
-_PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapter"}
+_PATHS = _PATHS_OR_NAMES | {"output-dir", "state-path", "resume", "initial-adapter", "sums.members"}
 
 
 def read_settings(settings: list[str]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The run configuration: validation of all settings in ``[tool.flwr.app.config]``."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import (
@@ -17,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from federation.methods import METHODS, Method, StrategyName
 from federation.server_settings import ServerSettings
-from federation.setting_errors import explain_problem, explain_unknown
+from federation.setting_errors import explain_problem, explain_unknown, require_absolute
 from federation.sum_settings import MIN_GROUP, SumSettings
 from finetuning.errors import UserError
 from finetuning.settings import (
@@ -152,19 +151,12 @@ class RunConfig(Section):
     @field_validator("output_dir", "state_path", "resume", "initial_adapter")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
-        # A Flower app runs in Flower's own folder, so a relative path would refer to that folder.
-        try:
-            is_absolute = Path(value).expanduser().is_absolute()
-        except RuntimeError as error:
-            raise ValueError("names the home folder of an unknown user") from error
-        if value and not is_absolute:
-            raise ValueError("must be an absolute path (or start with ~)")
-        return value
+        return require_absolute(value)
 
     @field_validator("instruction_key")
     @classmethod
     def _is_absolute_or_none(cls, value: str) -> str:
-        return value if value == UNSIGNED else cls._is_absolute(value)
+        return value if value == UNSIGNED else require_absolute(value)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "RunConfig":

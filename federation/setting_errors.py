@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -39,6 +40,20 @@ def explain_unknown(key: str, value: Any, fields: Mapping[str, FieldInfo]) -> st
     close = [usual] if usual else difflib.get_close_matches(key, list(fields), n=1)
     hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists all keys"
     return f"  {key} = {value!r}: unknown key; {hint}"
+
+
+def require_absolute(path: str) -> str:
+    """Return an empty or absolute path, or one that begins with ~; else raise ``ValueError``.
+
+    A Flower app runs in Flower's own folder, to which a relative path would refer.
+    """
+    try:
+        is_absolute = Path(path).expanduser().is_absolute()
+    except RuntimeError as error:
+        raise ValueError("names the home folder of an unknown user") from error
+    if path and not is_absolute:
+        raise ValueError("must be an absolute path (or start with ~)")
+    return path
 
 
 def describe_allowed(field: FieldInfo) -> str:

@@ -1,10 +1,11 @@
-"""Settings of masked sums, of a run and of a site's policy."""
+"""Settings of masked sums."""
 
 import math
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from federation.setting_errors import require_absolute
 from finetuning.settings import Section
 
 MIN_GROUP = 3  # the sum of two clients' updates would tell each the other's
@@ -34,6 +35,11 @@ class SumSettings(Section):
         description="Maximum norm of a client's update, to which the client itself shortens it; "
         "0: none. The coordinator can't limit single clients.",
     )
+
+    @field_validator("members")
+    @classmethod
+    def _is_absolute(cls, value: str) -> str:
+        return require_absolute(value)
 
     @field_validator("bound")
     @classmethod

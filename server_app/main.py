@@ -37,6 +37,7 @@ from server_app.results import Results, new_directory
 from server_app.summary import summary
 from strategies.fedjudge import FedJudgeBase, FedJudgeCL, FedProx
 from strategies.fl_glm import FLGLM
+from strategies.groups import require_members
 from strategies.journal import Progress
 from strategies.rounds import Rounds
 
@@ -78,6 +79,7 @@ def main(grid: Grid, context: Context) -> None:
 def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: RunCheckpoint | None) -> None:
     kind = STRATEGIES[config.strategy]
     signer, agreed = signer_of(config, grid), agreed_rows_of(grid)
+    require_members(config, grid)
     base = kind.locate_base_model(config)
     check_positions(base, config.row_with_answer)
     if (found := with_names(base, config.adapter)) != config.adapter:

@@ -5,8 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from flwr.app import Message
+from flwr.serverapp import Grid
 
-from federation.run_config import RunConfig
+from federation.flower_internals import HttpGrid
+from federation.run_config import ConfigError, RunConfig
 from federation.sums.announcement import ANNOUNCEMENT, Announcement, Group, announcements_of
 from federation.sums.members import SumError, form_groups, read_members
 
@@ -21,6 +23,15 @@ def announcement_of(reply: Message, name: str) -> Announcement | None:
         if announcement.statement.name == name:
             return announcement
     return None
+
+
+def require_members(config: RunConfig, grid: Grid) -> None:
+    """Raise ``ConfigError`` if a deployed run sums adapters without a list of groups."""
+    if config.sums.enabled and isinstance(grid, HttpGrid) and not config.sums.members:
+        raise ConfigError(
+            "sums.enabled = true needs sums.members in a deployment: the absolute path of "
+            "members.json, which the reviewer signs with chambers site sign --members"
+        )
 
 
 def groups_of(config: RunConfig, names: Collection[str]) -> list[list[str]]:

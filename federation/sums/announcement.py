@@ -16,6 +16,7 @@ from federation.sums.members import Members, SumError
 
 # Names of the records with a client's announcement, and with all announcements of its group.
 ANNOUNCEMENT, GROUP = "announcement", "group"
+NO_MEMBERS = hashlib.sha256().hexdigest()  # the digest of the list of groups in simulation
 _SIGNED = b"Chambers sum key 1\n"
 _DIGEST = Field(pattern="^[0-9a-f]{64}$")
 
@@ -97,7 +98,7 @@ def announcements_of(record: Mapping[str, Any] | None) -> list[Announcement]:
 
 @dataclass(frozen=True)
 class Group:
-    """A group whose announcements were checked, by name in sorted order."""
+    """The announcements of a group, by name in sorted order; `check_group` checks them."""
 
     announcements: Mapping[str, Announcement]
 
@@ -152,6 +153,3 @@ def check_group(
     if len({each.statement.key for each in announcements}) < len(names):
         raise SumError("two members of the group have the same key")
     return Group({name: by_name[name] for name in names})
-
-
-NO_MEMBERS = hashlib.sha256().hexdigest()  # the digest of the list of groups in simulation

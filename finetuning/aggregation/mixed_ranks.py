@@ -64,13 +64,15 @@ def stack(a: State, b: State, weights: Mapping[str, float]) -> tuple[torch.Tenso
 
 
 def decompose(
-    rows: torch.Tensor, columns: torch.Tensor, rank: int, previous: torch.Tensor
+    rows: torch.Tensor, columns: torch.Tensor, previous: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A, (rank, inputs), and B, (outputs, rank), nearest to the product ``columns @ rows``.
 
-    The roots of the singular values are in both. Where the product has fewer components than
-    ``rank``, A has the rows of ``previous`` and B has zeros, so that clients can train them.
+    Both contain the square roots of the singular values. ``previous`` is the previous A. Where the
+    product has fewer components than its rank, A keeps its rows, and B has zeros, so that clients
+    can train them.
     """
+    rank = len(previous)
     q_a, r_a = torch.linalg.qr(rows.T)
     q_b, r_b = torch.linalg.qr(columns)
     u, singular, v = torch.linalg.svd(r_b @ r_a.T)
@@ -93,6 +95,5 @@ def average_ranks(
     for name, a, b in pair_factors(tensors):
         name_a = name.replace(_B, _A)
         rows, columns = stack(a, b, weights)
-        before = previous[name_a]
-        averaged[name_a], averaged[name] = decompose(rows, columns, len(before), before)
+        averaged[name_a], averaged[name] = decompose(rows, columns, previous[name_a])
     return averaged

@@ -137,3 +137,13 @@ def test_a_log_goes_on_after_that_of_the_run_before(tmp_path, log):
     log.move_to(tmp_path / "run" / LOG)
     log.write(b"third\n")
     assert (tmp_path / "run" / LOG).read_text() == "first\nsecond\nthird\n"
+
+
+def test_an_evaluation_that_computes_importance_says_so():
+    loss = {"event": "evaluate", "client": "alpha", "model": "global", "loss": 1.0}
+    ended = {"event": "evaluation", "seconds": 2.0}
+    events = [event | {"round": number} for number in (1, 2) for event in (loss, ended)]
+    config = {"rounds": 2, "strategy": "fedjudge-cl", "continual.importance": "server"}
+    first, last = run_lines(config, events)
+    assert first.startswith("round 1 of 2: evaluated, with importance J, in 2 s; held-out loss")
+    assert last.startswith("round 2 of 2: evaluated in 2 s; ")

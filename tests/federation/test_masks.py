@@ -139,6 +139,7 @@ def test_what_cannot_be_summed_is_refused():
     [
         ({"sums.bound": 0.3}, "must be a power of two"),
         ({"sums.bound": 1024.0}, "must be a power of two"),
+        ({"sums.members": "members.json"}, "must be an absolute path"),
         ({"sums.enabled": False, "sums.bound": 2.0}, "need sums.enabled"),
         ({"strategy": "fl-glm"}, "sees each client's hidden states"),
         ({"late-replies": True}, "late-replies = true is not for sums.enabled"),

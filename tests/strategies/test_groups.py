@@ -2,9 +2,10 @@
 
 import pytest
 
-from federation.run_config import parse_run_config
+from federation.flower_internals import HttpGrid
+from federation.run_config import ConfigError, parse_run_config
 from federation.sums.announcement import NO_MEMBERS, Announcement, Statement
-from strategies.groups import complete_groups, groups_of
+from strategies.groups import complete_groups, groups_of, require_members
 from tests.sums import sign_members
 
 GROUPS = [["a", "b", "c"], ["d", "e", "f"]]
@@ -50,3 +51,11 @@ def test_groups_come_from_the_list_or_are_formed_by_name(tmp_path):
     file = sign_members(tmp_path, ["b", "a", "c"])
     listed = parse_run_config({"sums.enabled": True, "min-nodes": 3, "sums.members": str(file)})
     assert groups_of(listed, names) == [["a", "b", "c"]]
+
+
+def test_a_deployment_needs_the_list():
+    grid = HttpGrid.__new__(HttpGrid)  # not connected to a SuperLink
+    config = parse_run_config({"sums.enabled": True, "min-nodes": 3})
+    with pytest.raises(ConfigError, match=r"needs sums\.members in a deployment"):
+        require_members(config, grid)
+    require_members(parse_run_config({}), grid)
