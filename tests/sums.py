@@ -1,7 +1,10 @@
-"""Groups for masked sums: peers' keys, and a list of groups that a reviewer has signed."""
+"""Groups for masked sums: peers' keys, a list of groups that a reviewer has signed, and uploads."""
 
 import base64
+from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
 
 from chambers.site.keys import open_peer_key
 from chambers.site.release import key_id, open_signing_key
@@ -38,3 +41,11 @@ def sums_policy(folder: Path, name: str, only: bool = True) -> str:
         f"[sums]\nonly = {str(only).lower()}\nmembers = '{folder}/members.json'\n"
         f"reviewers = '{folder}/trusted.yaml'\nkey = '{folder}/{name}-peer'\nmax-share = 0.75\n"
     )
+
+
+def looks_uniform(arrays: Iterable[np.ndarray]) -> bool:
+    """Return whether the bytes of arrays have the frequencies of random bytes (chi-square)."""
+    data = np.concatenate([np.ascontiguousarray(a).view(np.uint8).ravel() for a in arrays])
+    counts = np.bincount(data, minlength=256)
+    expected = len(data) / 256
+    return bool(((counts - expected) ** 2 / expected).sum() < 255 + 8 * (2 * 255) ** 0.5)

@@ -21,7 +21,7 @@ from federation.sums.announcement import ANNOUNCEMENT, GROUP, announcements_of, 
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.fingerprint import combine_digests, fingerprint
 from tests.conftest import config, write_rows
-from tests.sums import sign_members, sums_policy
+from tests.sums import looks_uniform, sign_members, sums_policy
 
 NAMES = ["alpha", "beta", "gamma"]
 
@@ -114,14 +114,6 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(fedjudge, "train", spy)
     return adapters
-
-
-def looks_uniform(arrays):
-    """Return whether the bytes of arrays have the frequencies of random bytes (chi-square)."""
-    data = np.concatenate([np.ascontiguousarray(a).view(np.uint8).ravel() for a in arrays])
-    counts = np.bincount(data, minlength=256)
-    expected = len(data) / 256
-    return ((counts - expected) ** 2 / expected).sum() < 255 + 8 * (2 * 255) ** 0.5
 
 
 def weights(upload):

@@ -16,10 +16,9 @@ from chambers.site.keys import open_instructions, open_node_key
 from federation.run_config import Scalar
 from tests.deployment.compose import read_services
 from tests.deployment.hosts import FOLDER, Host, network
-from tests.deployment.program import DeploymentError, Program
+from tests.deployment.program import CHECKOUT, DeploymentError, Program
 from tests.site_files import write_site
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 COMPLETED = "finished:completed"
 RELEASE = "@chambers/chambers==0.1.0"
 _DOCKER = CHECKOUT / "docker"

@@ -1,10 +1,12 @@
 """A program on a host, which can be started, checked, stopped and killed."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from chambers.site.host import stream_module
 from tests.deployment.compose import Service
 from tests.deployment.hosts import Host
 
+CHECKOUT = Path(__file__).resolve().parents[2]
 _READY_SECONDS = 90.0
 _STOP_SECONDS = 30.0
 
@@ -113,3 +116,30 @@ class Program:
         psutil.wait_procs(processes, timeout=_STOP_SECONDS)
         if self._process is not None:
             self._process.wait(_STOP_SECONDS)
+
+
+@contextmanager
+def other_program(superexec: Program, folder: Path, name: str, *arguments: str) -> Iterator[None]:
+    """Make a SuperExec start a Python program in place of Flower's.
+
+    Args:
+        superexec: The SuperExec, which is restarted.
+        folder: Folder for the script that is started.
+        name: Name of Flower's program.
+        arguments: File of the Python program, and its first arguments.
+
+    """
+    own, script = superexec.view, folder / name
+    command = shlex.join([sys.executable, *arguments])
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={CHECKOUT} exec {command} "$@"\n')
+    script.chmod(0o755)
+    path = f"{folder}{os.pathsep}{own.environment['PATH']}"
+    superexec.stop()
+    superexec.view = replace(own, environment=own.environment | {"PATH": path})
+    superexec.start()
+    try:
+        yield
+    finally:
+        superexec.stop()
+        superexec.view = own
+        superexec.start()

@@ -2,11 +2,10 @@
 
 import base64
 import json
-import os
 import sqlite3
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from federation.run_folder import METRICS_FILE, read_events
 from tests.deployment.deployment import CHECKOUT, COMPLETED
 from tests.deployment.faults import newest_run, wait_for_end
 from tests.deployment.greedy import BYTES
+from tests.deployment.program import other_program
 from tests.deployment.test_survival import SECONDS, audited
 from tests.waiting import wait_until
 
@@ -138,7 +138,8 @@ def test_a_spoiled_reply_is_left_out_or_scaled_down(running, tmp_path):
     """The consultation fills the memory twice, then sends far weights; it claims 10⁹ rows."""
     settings = SETTINGS | {"train.local-steps": 1, "evaluate.every": 3}
     before = newest_run(running)
-    with clientapp_of_its_own(running.programs["consultation"]["superexec"], tmp_path):
+    superexec = running.programs["consultation"]["superexec"]
+    with other_program(superexec, tmp_path, "flwr-clientapp", str(GREEDY)):
         running.submit(settings)
         wait_until(lambda: newest_run(running) != before, SECONDS)
         wait_until(lambda: len(events(running, "round")) >= 2, SECONDS)
@@ -154,23 +155,6 @@ def test_a_spoiled_reply_is_left_out_or_scaled_down(running, tmp_path):
     # The court has 16 rows, so of the claimed ones, three times as many count.
     assert factors["data size"] == 48 / 10**9 and factors["update"] < 0.01
     assert peak < BYTES / 2
-
-
-@contextmanager
-def clientapp_of_its_own(superexec, folder):
-    """Make an institution answer with the program in greedy.py instead of Flower's."""
-    own = superexec.view
-    program = folder / "flwr-clientapp"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={CHECKOUT} exec {sys.executable} {GREEDY} "$@"\n')
-    program.chmod(0o755)
-    path = f"{folder}{os.pathsep}{own.environment['PATH']}"
-    superexec.stop()
-    superexec.view = replace(own, environment=own.environment | {"PATH": path})
-    superexec.start()
-    yield
-    superexec.stop()
-    superexec.view = own
-    superexec.start()
 
 
 def max_memory(running):

@@ -4,17 +4,24 @@ import json
 import shutil
 
 import pytest
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 
+from client_app.audit import AuditLog
+from federation.messages import SUM
+from federation.sums.masks import CHECK, sum_arrays
 from tests.conftest import write_checkpoint, write_rows
+from tests.deployment import dishonest
 from tests.deployment.conftest import contains, results
 from tests.deployment.deployment import COMPLETED, deployment
+from tests.deployment.dishonest import CLIENT_STEPS, SERVER_STEPS
 from tests.deployment.faults import newest_run, resume, wait_for_end
 from tests.deployment.hosts import FOLDER
+from tests.deployment.program import other_program
 from tests.deployment.supervisor import supervised
 from tests.server_app.runs import final
 from tests.strategies.grids import same
-from tests.sums import sign_members
+from tests.sums import looks_uniform, sign_members
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.nightly
@@ -31,6 +38,7 @@ SETTINGS = {
     "round-timeout": 240.0,
     "node-timeout": 60.0,
 }
+SHORT = SETTINGS | {"rounds": 1, "train.local-steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +80,24 @@ def rounds(running):
     return [event for event in map(json.loads, lines) if event["event"] == "round"]
 
 
+def audited(host):
+    return AuditLog(host.folder / "state" / ".local" / "state" / "chambers" / "audit.jsonl").lines()
+
+
 def trainings(host):
-    log = host.folder / "state" / ".local" / "state" / "chambers" / "audit.jsonl"
-    return log.read_text().count('"event": "accepted"') if log.exists() else 0
+    return sum(line["event"] == "accepted" for line in audited(host))
+
+
+def program(running, host, folder, name):
+    """Use a program of dishonest.py on a host; return the file that tells it what to do."""
+    folder.mkdir(exist_ok=True)
+    superexec, order = running.programs[host]["superexec"], f"{FOLDER}/state/order"
+    own = superexec.host.here(order)
+    return other_program(superexec, folder, name, dishonest.__file__, name, own)
+
+
+def order(running, host):
+    return running.hosts[host].folder / "state" / "order"
 
 
 def test_killed_programs_change_nothing_and_reveal_no_adapter(summing):
@@ -149,3 +172,60 @@ def test_what_differs_at_one_institution_stops_the_run(summing, change, reason):
         policy.write_text(before[1])
     assert status != COMPLETED
     contains(log, reason)
+
+
+def test_programs_killed_at_any_step_change_nothing(summing, tmp_path):
+    status, log = summing.run(SHORT)
+    assert status == COMPLETED, log
+    unbroken = final(results(summing))
+    with (
+        program(summing, "court", tmp_path / "court", "flwr-clientapp"),
+        program(summing, "coordinator", tmp_path / "coordinator", "flwr-serverapp"),
+    ):
+        for host, steps in (("court", CLIENT_STEPS), ("coordinator", SERVER_STEPS)):
+            for step in steps:
+                order(summing, host).write_text(step)
+                summing.submit(SHORT)
+                assert "failed" in wait_for_end(summing), step
+                assert not order(summing, host).exists(), step
+                assert resume(summing, SHORT) == COMPLETED, step
+                assert same(unbroken, final(results(summing))), step
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        ("key", "is not signed with the key of hospital"),
+        ("without", "differs from the one in the list of groups: hospital"),
+        ("adapter", "its members have not received the same, or one has sent a wrong upload"),
+    ],
+)
+def test_a_malicious_coordinator_opens_no_sum(summing, tmp_path, attack, reason):
+    file = order(summing, "coordinator")
+    with program(summing, "coordinator", tmp_path, "flwr-serverapp"):
+        file.write_text(attack)
+        status, log = summing.run(SHORT)
+        file.unlink()
+    assert status != COMPLETED
+    contains(log, reason)
+    transcript = file.with_name(dishonest.TRANSCRIPT)
+    uploads = [load_arrays(each) for each in transcript.iterdir()]
+    shutil.rmtree(transcript)
+    assert len(uploads) == (3 if attack == "adapter" else 2)
+    for upload in (*uploads, sum_arrays(iter(uploads))):
+        assert looks_uniform(value for name, value in upload.items() if name != CHECK)
+
+
+def test_a_repeated_message_gets_the_same_upload(summing, tmp_path):
+    """The coordinator sends the first institution's message twice."""
+    file, first = order(summing, "coordinator"), summing.hosts["consultation"]
+    before = len(list(audited(first)))
+    with program(summing, "coordinator", tmp_path, "flwr-serverapp"):
+        file.write_text("twice")
+        status, log = summing.run(SHORT)
+        file.unlink()
+    assert status == COMPLETED, log
+    lines = [line for line in list(audited(first))[before:] if line["kind"] == "train"]
+    sent = [(line[SUM], line["sha256"]) for line in lines if line["event"] == "reply"]
+    assert len(sent) == 2
+    assert len(set(sent)) == 1
