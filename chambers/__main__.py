@@ -18,9 +18,11 @@ from chambers.errors import describe_error
 from chambers.evaluate import Evaluate
 from chambers.experiment.command import Experimenting
 from chambers.generate import Generate
+from chambers.leaks import LeakTest
 from chambers.run import Run, Stop
 from chambers.serve import Serve, Stage
 from chambers.sheet.command import Make, Read
+from chambers.site.audit import Audit, Used
 from chambers.site.check import Check
 from chambers.site.nodes import Admit, Expel, Nodes
 from chambers.site.programs import StartWorker, Up
@@ -28,6 +30,7 @@ from chambers.site.setup import Coordinator, Join, Update
 from chambers.site.sign import Sign
 from chambers.status import Status
 from chambers.train import Train
+from chambers.withdrawal import Withdraw
 from finetuning.errors import UserError
 
 # By default, Typer escapes "[required]" for rich, which is not used here to format the help.
@@ -42,6 +45,8 @@ _COMMANDS = {
     "status": Status,
     "evaluate": Evaluate,
     "generate": Generate,
+    "leaks": LeakTest,
+    "withdraw": Withdraw,
     "serve": Serve,
     "stage": Stage,
     "api": Api,
@@ -62,6 +67,8 @@ _SITE_COMMANDS = {
     "check": Check,
     "worker": StartWorker,
     "update": Update,
+    "audit": Audit,
+    "used": Used,
 }
 
 

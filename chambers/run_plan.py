@@ -58,6 +58,10 @@ def describe_run(config: RunConfig, clients: int, data: Sequence[ClientData]) ->
         for client, (train, test), cut in zip(data, parts, shortened, strict=True)
     ]
     lines.append(_time(config, clients, base, parts, machine))
+    if config.keep_rounds == "all" and not config.method.is_split:
+        size = config.rounds * _adapter_bytes(config, base) / 2**20
+        size *= 1 + config.averages_importance
+        lines.append(f"checkpoints: {size:.1f} MiB (keep-rounds = all)")
     return [*lines, _leaving(config, base, [train for train, _ in parts])]
 
 
@@ -164,11 +168,15 @@ def _leaving(config: RunConfig, base: Path, trained: Sequence[list[Example]]) ->
         rows_per_step = config.train.batch_size * config.train.accumulation
         size = 2 * tokens * rows_per_step * hidden_size(base) * width
         return f"leaving a client in a round: about {size / 2**20:.1f} MiB of hidden states"
-    state, _ = initial_adapter(config.model.name, with_names(base, config.adapter), config.seed)
-    size = 4 * sum(state[name].numel() for name in config.adapter.trained_names(state, 1))
+    size = _adapter_bytes(config, base)
     what = "its adapter and J" if config.averages_importance else "its adapter"
     size *= 1 + config.averages_importance
     return f"leaving a client in a round: {size / 2**20:.1f} MiB ({what}), and metrics"
+
+
+def _adapter_bytes(config: RunConfig, base: Path) -> int:
+    state, _ = initial_adapter(config.model.name, with_names(base, config.adapter), config.seed)
+    return 4 * sum(state[name].numel() for name in config.adapter.trained_names(state, 1))
 
 
 def _tokens(examples: Sequence[Example]) -> int:

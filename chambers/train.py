@@ -134,7 +134,7 @@ class Train:
         clients = self.clients or count_clients(values)
         # The default of min-nodes depends on ``sample``.
         config = parse_run_config(with_least_nodes(values))
-        values.setdefault("min-nodes", config.sampled(clients))
+        values.setdefault("min-nodes", config.sampled(clients - len(config.excluded)))
         config = parse_run_config(values)
         if config.min_nodes > clients:
             raise CommandError(
@@ -182,7 +182,7 @@ def check_beginning(config: RunConfig, clients: int) -> None:
     if config.resume:
         run = Path(config.resume).expanduser()
         check_resumable(run, config)
-        _check_clients(run, clients, config.sample)
+        _check_clients(run, clients, config)
     elif config.initial_adapter:
         try:
             check_folder(Path(config.initial_adapter).expanduser())
@@ -190,7 +190,7 @@ def check_beginning(config: RunConfig, clients: int) -> None:
             raise CommandError(f"initial-adapter: {error}") from error
 
 
-def _check_clients(run: Path, clients: int, sample: float) -> None:
+def _check_clients(run: Path, clients: int, config: RunConfig) -> None:
     """Check that a run is resumed with as many clients as before; else their rows would change.
 
     With ``sample`` < 1, only the clients that were drawn are known.
@@ -206,7 +206,8 @@ def _check_clients(run: Path, clients: int, sample: float) -> None:
     for event in events:
         if event["event"] == "evaluate":
             names |= set(event.get("clients", [event["client"]]))
-    if names and (len(names) > clients or (sample == 1 and len(names) != clients)):
+    names |= config.excluded if names else set()
+    if names and (len(names) > clients or (config.sample == 1 and len(names) != clients)):
         raise CommandError(
             f"{run} has {len(names)} clients; with {clients}, the rows would be divided "
             f"differently: add --clients {len(names)}"

@@ -1,12 +1,15 @@
 """The audit log: an append-only local file that records all data leaving an institution.
 
-Each reply and each lane is recorded on disk before any of its data is sent.
+Each reply and each lane is recorded on disk before any of its data is sent. Each line has a number
+and the digest of the line before, so a changed, removed, inserted or moved line is noticed. Replies
+tell the coordinator the number and the digest of their own line, so a shortened log is noticed too.
 """
 
 import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +26,8 @@ from finetuning.errors import UserError
 
 _LOCK_SECONDS = 60.0
 _MAX_LINE_BYTES = 2**20
+# The digest of the line before the first line of a log.
+FIRST = "0" * 64
 
 
 class AuditError(UserError, RuntimeError):
@@ -31,17 +36,22 @@ class AuditError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class AuditLog:
-    """An audit log, which several processes may share."""
+    """An audit log, which several processes may share.
+
+    If logrotate moves the file, ``NAME.1``, ``NAME-20261231`` and so on in the same folder are its
+    beginning; they must not be compressed.
+    """
 
     path: Path
     title: str = "audit log"  # name of the file in error messages
+    is_chained: bool = True  # whether lines have a number, and the digest of the line before
 
     def append(
         self,
         event: Mapping[str, Any],
         check: Callable[[Iterator[dict[str, Any]]], None] = lambda _: None,
-    ) -> None:
-        """Append a line, and wait until it is written to disk.
+    ) -> tuple[int, str]:
+        """Append a line, wait until it is written to disk, and return its number and digest.
 
         The time is added to the line. ``check`` is called with the earlier lines, while other
         processes are locked out, and raises an error if the new line must not be written. If the
@@ -54,43 +64,87 @@ class AuditLog:
             with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600):
                 self.path.touch(mode=0o600)
                 check(self.lines())
-                self._write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                return self._write(line)
         except OSError as error:
             raise AuditError(
                 f"nothing leaves this site, because its {self.title} can't be written: "
                 f"{error.strerror or type(error).__name__}"
             ) from error
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, line: dict[str, Any]) -> tuple[int, str]:
         with self.path.open("r+b", buffering=0) as file:
             # Drop a partial line after a power failure: the data that it describes was never sent.
-            start = max(0, file.seek(0, os.SEEK_END) - _MAX_LINE_BYTES)
+            start = max(0, file.seek(0, os.SEEK_END) - 2 * _MAX_LINE_BYTES)
             file.seek(start)
-            end = start + file.read().rfind(b"\n") + 1
+            tail = file.read()
+            tail = tail[: tail.rfind(b"\n") + 1]
+            end = start + len(tail)
+            number = 0
+            if self.is_chained:
+                number, previous = self._end(tail)
+                line = {"line": number + 1, "previous": previous, **line}
+            data = json.dumps(line, ensure_ascii=False).encode()
             file.truncate(end)
             file.seek(end)
             try:
-                written = file.write(data)
-                if written != len(data):
+                written = file.write(data + b"\n")
+                if written != len(data) + 1:
                     raise OSError("only a part of the line was written")
                 os.fsync(file.fileno())
             except OSError:
                 file.truncate(end)
                 raise
+        return number + 1, digest_of_line(data)
+
+    def _end(self, tail: bytes) -> tuple[int, str]:
+        """Return the number and the digest of the last line; ``tail`` is the end of the file."""
+        if not tail:
+            earlier = self.files()[:-1]
+            tail = earlier[-1].read_bytes() if earlier else b""
+        last = tail.removesuffix(b"\n").rpartition(b"\n")[2]
+        if not last:
+            return 0, FIRST
+        number = parse_line(last).get("line")
+        if not isinstance(number, int):  # from before lines had numbers, or damaged
+            number = sum(1 for _ in self.raw_lines())
+        return number, digest_of_line(last)
+
+    def files(self) -> list[Path]:
+        """Return the log's files in their order: rotated ones, and the one that is written."""
+        moved = re.compile(re.escape(self.path.name) + r"[.-]\d+")
+        others = [file for file in self.path.parent.glob("*") if moved.fullmatch(file.name)]
+        return [*sorted(others if self.is_chained else [], key=_first_number), self.path]
+
+    def raw_lines(self) -> Iterator[bytes]:
+        """Yield all complete lines of all files, without the line feeds."""
+        for file in self.files():
+            if file.exists():
+                with file.open("rb") as lines:
+                    yield from (line[:-1] for line in lines if line.endswith(b"\n"))
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield all complete lines; for a damaged line, yield an empty dictionary."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    return
-                try:
-                    event = json.loads(line)
-                except (ValueError, RecursionError):
-                    event = {}
-                yield event if isinstance(event, dict) else {}
+        return map(parse_line, self.raw_lines())
+
+
+def digest_of_line(line: bytes) -> str:
+    """Return the SHA-256 digest of a line without its line feed, in hexadecimal."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return a line's event; for a damaged line, return an empty dictionary."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def _first_number(file: Path) -> tuple[int, str]:
+    with file.open("rb") as lines:
+        number = parse_line(lines.readline(_MAX_LINE_BYTES)).get("line")
+    return number if isinstance(number, int) else 0, file.name
 
 
 def describe_reply(message: Message, reply: Message) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class EvaluationResult:
     metrics: Metrics = field(default_factory=dict)  # keyed by ``<model>.<metric>``
     answers: list[Answer] = field(default_factory=list)  # answers to send as text
     importance: State | None = None  # J at the global adapter, if it was requested
+    release: dict[str, str] = field(default_factory=dict)  # verdict of the leak test, if any
 
     def measure(
         self, kind: str, model: WholeModel | SplitModel, tokenizer: Any, task: ClientTask
@@ -75,6 +76,7 @@ def save_final_adapters(task: ClientTask, adapters: Mapping[str, State], peft_co
             rounds=config.rounds,
             kind=config.adapter.kind,
             config=config.changed(),
+            lineage=task.instruction.lineage,
         )
         folder = task.state.directory / "adapters" / kind
         save_adapter(folder, adapter, peft_config, card, institution.directory)

@@ -9,7 +9,7 @@ from logging import ERROR, INFO
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
@@ -24,6 +24,8 @@ from client_app.task import ClientTask, Metrics
 from federation.authentication import AuthenticationError, SignedInstruction
 from federation.messages import (
     ANSWERS,
+    AUDIT,
+    CONFIG,
     RANK,
     SIZE,
     TRAIN_EXAMPLES,
@@ -68,7 +70,8 @@ def _guarded(handler: Callable[[Message, Context, Site], Message]) -> Handler:
             except Exception as error:
                 reply = _problem(message, context, error)
             if site.policy:
-                site.record("reply", **describe_reply(message, reply))
+                line, digest = site.record("reply", **describe_reply(message, reply))
+                reply.content[AUDIT] = ConfigRecord({"line": line, "digest": digest})
         except UserError as error:
             reply = _problem(message, context, error)
         with suppress(AuthenticationError):
@@ -154,6 +157,7 @@ def evaluate(message: Message, context: Context, site: Site) -> Message:
         return masked_sums.reply_once(task, lambda: masked_sums.evaluation_arrays(task, run(task)))
     result = run(task)
     reply = _reply(task, result.metrics, result.importance)
+    reply.content.config_records[CONFIG].update(result.release)
     if result.answers:
         reply.content[ANSWERS] = answers_record(result.answers)
     return reply

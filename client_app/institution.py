@@ -10,6 +10,8 @@ import torch
 from flwr.common import log
 
 from client_app.data import read_client_data
+from client_app.row_ledger import digest_of_row
+from federation.messages import Instruction
 from federation.run_config import RunConfig, Scalar
 from finetuning.data.prompts import prompts_of_answers
 from finetuning.data.rows import print_left_out
@@ -44,8 +46,15 @@ class Institution:
     padding: int  # id of the padding token
     directory: Path  # directory of the base model
     fingerprint: dict[str, str]  # fingerprint of the base model, or of the client's parts of it
+    row_digests: dict[str, list[bytes]]  # of the rows of "training" and "held-out"
     model_files: Stamps  # stamps of the base model's files, and of the GGUF file, if any
     data_files: Stamps
+
+    def rows_used(self, kind: str, instruction: Instruction) -> list[bytes]:
+        """Return the digests of the rows that a train or evaluate message uses."""
+        own = self.row_digests["training"] if kind == "train" or instruction.importance else []
+        asks = kind == "evaluate" and instruction.losses
+        return [*own, *(self.row_digests["held-out"] if asks else [])]
 
     def drawn(self, seed: int, count: int) -> list[Example]:
         """Return a random sample of at most ``count`` training examples, given a run's seed."""
@@ -142,6 +151,7 @@ def _open(config: RunConfig, node: tuple[tuple[str, Scalar], ...]) -> Institutio
         padding=tokenizer.pad_token_id,
         directory=directory,
         fingerprint=digests,
+        row_digests={part: [digest_of_row(r.fields) for r in rows] for part, rows in used.items()},
         model_files=model_files,
         data_files=data_files,
     )

@@ -58,7 +58,7 @@ from finetuning.files import replacing, write_secret
 # Settings that may change when a run is resumed, and don't affect what clients compute.
 _ELSEWHERE = {
     *("resume", "output-dir", "report-to", "instruction-key", "initial-adapter", "min-nodes"),
-    *("node-timeout", "round-timeout", "sums.members"),
+    *("node-timeout", "round-timeout", "sums.members", "keep-rounds"),
 }
 _KEPT_ROUNDS = 2
 

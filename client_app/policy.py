@@ -6,6 +6,7 @@ audit log.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
 
     These settings are checked before any access to a file or model that the run config names.
     """
+    if policy.not_after and datetime.now(UTC).date() > policy.not_after:
+        raise PolicyError(f"the site's policy has ended: not-after = {policy.not_after}")
     if policy.strategies is not None:
         known = config.strategy in policy.strategies
         require(known, f'strategy = "{config.strategy}"', "not in its strategies")
@@ -58,6 +61,8 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
     if config.strategy == "fedjudge-cl":
         _check_importance(policy, config)
     if config.strategy == "fl-glm":
+        asked = 'strategy = "fl-glm"'
+        require(not policy.release.is_set, asked, "release: the leak test needs the whole model")
         _check_split(policy, config.split)
 
 

@@ -73,7 +73,7 @@ class PrivacyAccount:
     def __init__(self, policy: SitePolicy) -> None:
         assert policy.privacy.epsilon is not None
         self._epsilon, self._delta = policy.privacy.epsilon, policy.privacy.delta
-        self._log = AuditLog(policy.privacy.account_file, "privacy account")
+        self._log = AuditLog(policy.privacy.account_file, "privacy account", False)
         self._audit_log = AuditLog(policy.audit_file)
 
     def spend(self, steps: PrivateSteps, about: Mapping[str, Any]) -> float:

@@ -15,6 +15,7 @@ from client_app import policy as checks
 from client_app.audit import AuditLog
 from client_app.institution import Institution
 from client_app.privacy_account import LINE, PrivacyAccount, PrivateSteps, private_steps
+from client_app.row_ledger import record_rows
 from client_app.state import ClientState
 from federation.authentication import AuthenticationError, SignedInstruction, read_public_key
 from federation.messages import Instruction, InstructionError
@@ -113,8 +114,10 @@ class Site:
         # If held-out rows are not used, their number need not be checked.
         instruction = replace(instruction, losses=instruction.losses and self.evaluates)
         checks.check_request(policy, self.about["kind"], instruction, config, institution)
+        used = institution.rows_used(self.about["kind"], instruction)
+        facts = {"rows": len(used), "row-set": record_rows(policy, used)} if used else {}
         AuditLog(policy.audit_file).append(
-            {"event": "accepted", **self.about},
+            {"event": "accepted", **self.about, **facts},
             check=lambda lines: checks.check_counts(policy, self.about, lines),
         )
         return instruction
@@ -128,10 +131,14 @@ class Site:
             checks.check_address(self.policy, address)
             self.record("lane", address=address)
 
-    def record(self, event: str, **facts: Any) -> None:
-        """Append a line about this message to the audit log; raise ``AuditError`` on failure."""
-        if self.policy:
-            AuditLog(self.policy.audit_file).append({"event": event, **self.about, **facts})
+    def record(self, event: str, **facts: Any) -> tuple[int, str]:
+        """Append a line about this message to the audit log; return its number and digest.
+
+        Raise ``AuditError`` on failure. Without a policy, there is no audit log.
+        """
+        if self.policy is None:
+            return 0, ""
+        return AuditLog(self.policy.audit_file).append({"event": event, **self.about, **facts})
 
 
 def open_site(message: Message, context: Context) -> Site:
@@ -147,7 +154,11 @@ def open_site(message: Message, context: Context) -> Site:
     # Flower uses the same handler for "train" and "train.default".
     kind = message.metadata.message_type.partition(".")[0]
     about = {"client": str(node.get("name", "")), "kind": kind}
-    site = Site(_policy_of(node, context), node, about, _is_simulated(context))
+    policy = _policy_of(node, context)
+    if policy:
+        terms = {"purpose": policy.purpose, "agreement": policy.agreement}
+        about |= {key: value for key, value in terms.items() if value}
+    site = Site(policy, node, about, _is_simulated(context))
     try:
         _check_node_config(context, node)
         return _opened(site, message, context)

@@ -38,6 +38,8 @@ RANK = "rank"  # of a client's adapter, if ranks differ
 SUM = "sum"
 # Number of training examples; exceeds the number of rows if a chat template splits conversations.
 TRAIN_EXAMPLES = "train-examples"
+# Record in replies of a client with an audit log: the number and digest of the reply's own line.
+AUDIT = "audit"
 # Answers to held-out questions, sent as text only if the run config and the policy allow it.
 ANSWERS = "answers"
 MODELS = ("base", "alone", "global", "personalised")
@@ -170,6 +172,25 @@ def make_reply(
     if arrays is not None:
         content[ARRAYS] = arrays
     return Message(content, reply_to=message)
+
+
+def audit_of(message: Message) -> tuple[int, str] | None:
+    """Return the number and digest of a reply's line in the client's audit log, or None."""
+    if message.has_error() or not (record := message.content.config_records.get(AUDIT)):
+        return None
+    line, digest = record.get("line"), record.get("digest")
+    if isinstance(line, int) and isinstance(digest, str) and len(digest) == 64:
+        return line, one_line(digest)
+    return None
+
+
+def release_of(message: Message) -> dict[str, str]:
+    """Return the verdict of a client's leak test, and its report's digest; empty without one."""
+    config = config_of(message)
+    verdict, digest = str(config.get("release", "")), str(config.get("leaks", ""))
+    if verdict not in ("passed", "refused") or len(digest) != 64:
+        return {}
+    return {"verdict": verdict, "leaks": one_line(digest)}
 
 
 def withheld_of(message: Message) -> str | None:

@@ -1,7 +1,7 @@
 """The run configuration: validation of all settings in ``[tool.flwr.app.config]``."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -78,6 +78,11 @@ class RunConfig(Section):
         "trains in a round. One fixed sample of this size evaluates, and saves the final "
         "adapters.",
     )
+    exclude: str = Field(
+        "",
+        description="Names of clients that take no part, separated by commas, as after `chambers "
+        "withdraw`.",
+    )
     max_share: float = Field(
         0.75,
         gt=0,
@@ -109,6 +114,11 @@ class RunConfig(Section):
         description="Also average adapters that arrive after `round-timeout`, but before the "
         "following evaluation ends; averaging and evaluation are then repeated. Clients may "
         "train for twice `round-timeout` plus a minute. Not for `fl-glm`.",
+    )
+    keep_rounds: Literal["last", "all"] = Field(
+        "last",
+        description="Checkpoints that remain in the results: the last two, or all, so that "
+        "`chambers withdraw` repeats only the rounds in which the client took part.",
     )
     output_dir: str = Field(
         "",
@@ -305,6 +315,11 @@ class RunConfig(Section):
         if not self.evaluate.generate:
             return 0
         return self.evaluate.batch_size * sum(self.row_with_answer.values())
+
+    @property
+    def excluded(self) -> set[str]:
+        """The names in ``exclude``."""
+        return {name.strip() for name in self.exclude.split(",") if name.strip()}
 
     def sampled(self, clients: int) -> int:
         """Return how many of the connected clients train in a round."""

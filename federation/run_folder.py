@@ -43,6 +43,8 @@ _MAY_CHANGE = {
     "model.devices",
     "sums.members",
     "train.checkpoint-minutes",
+    "exclude",
+    "keep-rounds",
     "split.window",
     "split.body-devices",
     "split.body-hosts",

@@ -5,6 +5,7 @@ in ``docs/policy.md`` is generated from its models.
 """
 
 import tomllib
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -128,11 +129,44 @@ class SumsPolicy(Table):
     )
 
 
+class ReleasePolicy(Table):
+    """Thresholds of the leak test that the site runs on a run's final global adapter."""
+
+    max_auc: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Largest AUC with which the adapter tells training rows from held-out rows. "
+        "With a threshold, the site tests the final global adapter (`chambers leaks`), and sends "
+        'whether it has "passed" or is "refused", without figures; `fl-glm` is refused.',
+    )
+    max_extracted: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Largest share of training rows of which the adapter generates a rare span.",
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a threshold."""
+        return self.max_auc is not None or self.max_extracted is not None
+
+
 class SitePolicy(Table):
     """Limits on what a coordinator may request from this institution."""
 
     strategies: list[StrategyName] | None = Field(
         None, description="Allowed strategies; `fl-glm` also needs `split.allowed`. Absent: all."
+    )
+    not_after: date | None = Field(
+        None, description="Last day (UTC, as in 2027-12-31) on which messages are carried out."
+    )
+    purpose: str = Field(
+        "", description="Purpose of the processing, which each line of the audit log repeats."
+    )
+    agreement: str = Field(
+        "", description="The agreement on which it rests, repeated likewise: a name, date, number."
     )
     instruction_key: AbsolutePath = Field(
         "",
@@ -226,6 +260,7 @@ class SitePolicy(Table):
     split: SplitPolicy = SplitPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()
     sums: SumsPolicy = SumsPolicy()
+    release: ReleasePolicy = ReleasePolicy()
 
     @model_validator(mode="after")
     def _can_sum(self) -> Self:

@@ -29,8 +29,8 @@ class RunCheckpoint:
     metrics_bytes: int  # length of ``metrics.jsonl`` when the checkpoint was saved
 
 
-def save_checkpoint(directory: Path, checkpoint: RunCheckpoint) -> None:
-    """Write a checkpoint atomically, and delete all but the last two checkpoints."""
+def save_checkpoint(directory: Path, checkpoint: RunCheckpoint, keep_all: bool = False) -> None:
+    """Write a checkpoint atomically; unless ``keep_all``, delete all but the last two."""
     progress = checkpoint.progress
     groups = {
         "adapter": checkpoint.state,
@@ -43,7 +43,7 @@ def save_checkpoint(directory: Path, checkpoint: RunCheckpoint) -> None:
     fields = {k: v for k, v in (vars(progress) | vars(checkpoint)).items() if k not in others}
     with replacing(_path(directory, progress.finished_rounds)) as aside:
         save_file(tensors, aside, metadata={"checkpoint": json.dumps(fields)})
-    for old in checkpoint_files(directory)[:-_KEPT]:
+    for old in [] if keep_all else checkpoint_files(directory)[:-_KEPT]:
         old.unlink()
 
 
@@ -54,14 +54,15 @@ def discard_checkpoint(directory: Path, round_number: int) -> None:
         file.unlink()
 
 
-def load_run_checkpoint(directory: Path) -> RunCheckpoint:
-    """Read the newest checkpoint of a run that can be resumed.
+def load_run_checkpoint(directory: Path, round_number: int | None = None) -> RunCheckpoint:
+    """Read the checkpoint after a round, by default the newest, of a run that can be resumed.
 
     Raise ``ConfigError`` if the checkpoint can't be read.
     """
     newest = checkpoint_files(directory)[-1]
+    file = newest if round_number is None else _path(directory, round_number)
     try:
-        with safe_open(newest, framework="pt") as content:
+        with safe_open(file, framework="pt") as content:
             fields = json.loads(content.metadata()["checkpoint"])
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         own = {key: fields.pop(key) for key in ("sizes", "rounds", "metrics_bytes")}
@@ -71,8 +72,8 @@ def load_run_checkpoint(directory: Path) -> RunCheckpoint:
             optimizers=_with_prefix(tensors, "optimizers.") or None,
             update=_with_prefix(tensors, "update.") or None,
         )
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{newest} can't be read: {error}") from error
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from error
     return RunCheckpoint(progress, _with_prefix(tensors, "adapter."), **own)
 
 

@@ -98,7 +98,7 @@ def _run(grid: Grid, config: RunConfig, directory: Path, checkpoint: RunCheckpoi
         progress, state = checkpoint.progress, checkpoint.state
         results.rewind_to(checkpoint)
         log(INFO, "Resuming after round %d of %s", progress.finished_rounds, directory)
-    results.describe(digests)
+    results.describe(digests, progress.lineage)
     announce(directory)
     try:
         if _is_over(progress, config):

@@ -51,12 +51,18 @@ class Results:
         self._peft_config = peft_config
         self._sizes: dict[str, int] = {}
         self._rounds: dict[str, int] = {}
+        self._lineage = ""
         self._global_round = 0  # round of the saved global adapter
+        self._releases: dict[str, Mapping[str, str]] = {}  # verdicts of leak tests, by client
         self._metrics = directory / METRICS_FILE
         self._tracking = Tracking(config, directory)
 
-    def describe(self, fingerprint: Mapping[str, str]) -> None:
-        """Write the resolved config, the package versions and the base model's fingerprint."""
+    def describe(self, fingerprint: Mapping[str, str], lineage: str = "") -> None:
+        """Write the resolved config, the package versions and the base model's fingerprint.
+
+        Cards of adapters name the ``lineage``.
+        """
+        self._lineage = lineage
         origin = origin_of(self._base)
         name = reference(self._config.model.name, self._base)
         base = {"loaded from": name} | ({"gguf": origin} if origin else {})
@@ -84,6 +90,8 @@ class Results:
         ``DiskFullError`` if the disk is full.
         """
         event = _printable(event)
+        if event["event"] == "release":
+            self._releases[event["client"]] = event
         with filling(self.directory), self._metrics.open("a", encoding="utf-8") as lines:
             lines.write(json_text(event) + "\n")
         self._tracking.record(event)
@@ -138,7 +146,7 @@ class Results:
             os.fsync(metrics.fileno())
             recorded = metrics.tell()
         checkpoint = RunCheckpoint(progress, state, self._sizes, self._rounds, recorded)
-        save_checkpoint(self.directory, checkpoint)
+        save_checkpoint(self.directory, checkpoint, self._config.keep_rounds == "all")
         if progress.evaluated:
             self._publish(rounds)
         write_report(self.directory)
@@ -165,6 +173,8 @@ class Results:
             rounds=rounds,
             kind=self._config.adapter.kind,
             config=self._config.changed(),
+            lineage=self._lineage,
+            releases=[self._releases[name] for name in sorted(self._releases)],
         )
         save_adapter(folder, state, self._peft_config, card, tokenizer)
 

@@ -294,6 +294,7 @@ class Participants:
         name_only = self._config.sample < 1 and not with_sizes
         instruction = replace(self._instruction, name_only=name_only).to_record()
         self._assigned |= {number: node.name for number, node in nodes.items() if node.name}
+        nodes = {n: node for n, node in nodes.items() if node.name not in self._config.excluded}
         silent = set(nodes)
         ttl = wait * turns(grid, len(silent))
         queries = [
@@ -315,6 +316,8 @@ class Participants:
         for reply in sorted(replies, key=_name):
             node, name = reply.metadata.src_node_id, _name(reply)
             silent.discard(node)
+            if name in self._config.excluded:  # a simulated client; others have assigned names
+                continue
             assigned = nodes[node].name
             reserved = {a for n, a in self._assigned.items() if n != node and a != assigned}
             taken = {other for n, other in names.items() if n != node} | reserved

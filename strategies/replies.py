@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from federation.messages import (
     answers_of,
     from_arrays,
     metrics_of,
+    release_of,
     withheld_of,
 )
 from finetuning.adapters.adapter import State
@@ -47,6 +48,7 @@ class Replies:
         self.answers: dict[str, list[Answer]] = {}
         self.left_out: dict[str, str] = {}
         self.withheld: dict[str, str] = {}
+        self.releases: dict[str, dict[str, str]] = {}  # verdicts of the clients' leak tests
         # Clients that reported a loss or gradient that isn't finite.
         self.not_finite: list[str] = []
 
@@ -73,6 +75,8 @@ class Replies:
             return reason
         self.metrics[name] = dict(metrics_of(reply))
         self.answers[name] = answers_of(reply)
+        if release := release_of(reply):
+            self.releases[name] = release
         if withheld := withheld_of(reply):
             self.withheld[name] = withheld
             log(WARNING, "%s: %s", name, withheld)
@@ -162,6 +166,10 @@ class Replies:
                 journal.record({**event, "event": "evaluate", **about})
             for event in answer_events(self.answers[name]):
                 journal.record({**event, **about})
+            if release := self.releases.get(name):
+                level = WARNING if release["verdict"] == "refused" else INFO
+                log(level, "%s: its leak test of the global adapter: %s", name, release["verdict"])
+                journal.record({"event": "release", **about, **release})
 
     def __enter__(self) -> "Replies":
         shutil.rmtree(self._folder, ignore_errors=True)

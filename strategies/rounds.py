@@ -21,6 +21,7 @@ from finetuning.aggregation.factor_error import factor_error, pair_factors
 from finetuning.aggregation.mixed_ranks import complete, pad
 from finetuning.model.fingerprint import combine_digests
 from finetuning.model.locating import locate
+from strategies.audited_replies import AuditedReplies
 from strategies.averaging import Averaging
 from strategies.client_arrays import ClientArrays
 from strategies.exchange import Unanswered, exchange, turns
@@ -85,6 +86,7 @@ class Rounds(Strategy):
         self._sizes: dict[str, int] = {}
         self._unanswered: Unanswered | None = None
         self._status = LiveStatus(journal, config.rounds)
+        self._audited = AuditedReplies(journal)
 
     def summary(self) -> None:
         """Do nothing, because the run's folder contains the configuration."""
@@ -275,6 +277,7 @@ class Rounds(Strategy):
             if sender := self._participants.sender_of(reply):
                 base, answers = self._instruction.base, self.config.evaluate.shown
                 expected = self._arrays.expected(sender, reference, evaluation)
+                self._audited.record(reply, sender.name)
                 reason = collected.add(reply, sender, base, expected, minimum, answers)
                 if not are_late:
                     self._status.add(sender.name, reason)

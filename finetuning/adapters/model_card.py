@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,12 +22,16 @@ def model_card(
     rounds: int,
     kind: str,
     config: Mapping[str, str | int | float | bool],
+    lineage: str = "",
+    releases: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """Describe an adapter in Markdown, with the YAML metadata that the Hugging Face Hub reads.
 
     ``base`` is the base model's name in the run config, ``directory`` its checkpoint, and ``kind``
-    that of the adapter. The card contains the settings in ``config`` without paths, and neither the
-    clients' names nor their numbers of rows: adapters are often published.
+    that of the adapter. ``lineage`` names the run. ``releases`` are the verdicts of institutions'
+    leak tests, and the digests of their reports. The card contains the settings in ``config``
+    without paths, and neither the clients' names nor their numbers of rows: adapters are often
+    published.
     """
     metadata = ModelCardData(
         base_model=_on_hub(base),
@@ -49,7 +53,7 @@ Trained with Chambers.
 - Base model: `{public_name(base)}`{_note_on_gguf(directory)}
 - Clients: {clients}
 - Rounds: {rounds}
-
+{_lines_of(lineage, releases)}
 ```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -64,6 +68,14 @@ model = PeftModel.from_pretrained(base, ".")  # this folder
 {settings}
 ```
 """
+
+
+def _lines_of(lineage: str, releases: Sequence[Mapping[str, str]]) -> str:
+    run = f"- Run: {lineage}\n" if lineage else ""
+    return run + "".join(
+        f"- Leak test of an institution: {each['verdict']} (report {each['leaks']})\n"
+        for each in releases
+    )
 
 
 def _on_hub(name: str) -> str | None:

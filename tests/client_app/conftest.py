@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from chambers.in_process import InProcessGrid
-from federation.messages import ARRAYS, CONFIG, Instruction, to_arrays
+from federation.messages import ARRAYS, AUDIT, CONFIG, Instruction, to_arrays
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import initial_adapter
 from finetuning.model.fingerprint import combine_digests, fingerprint
@@ -63,7 +63,7 @@ class Site:
 
     @staticmethod
     def problem(reply):
-        assert set(reply.content) == {CONFIG}  # nothing else was sent
+        assert reply.content.keys() - {AUDIT} == {CONFIG}  # nothing else was sent
         assert set(reply.content[CONFIG]) == {"name", "problem"}
         return reply.content[CONFIG]["problem"]
 

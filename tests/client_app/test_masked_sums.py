@@ -14,7 +14,16 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from chambers.in_process import InProcessGrid
 from client_app import fedjudge
 from client_app.audit import AuditLog
-from federation.messages import ARRAYS, CONFIG, IMPORTANCE, METRICS, SUM, Instruction, to_arrays
+from federation.messages import (
+    ARRAYS,
+    AUDIT,
+    CONFIG,
+    IMPORTANCE,
+    METRICS,
+    SUM,
+    Instruction,
+    to_arrays,
+)
 from federation.run_config import parse_run_config
 from federation.sums import masks
 from federation.sums.announcement import ANNOUNCEMENT, GROUP, announcements_of, group_record
@@ -82,7 +91,7 @@ class Coordinator:
 
     def refusal(self, *arguments, **keywords):
         reply = self.ask(*arguments, **keywords)
-        assert set(reply.content) == {CONFIG}
+        assert reply.content.keys() - {AUDIT} == {CONFIG}
         return reply.content[CONFIG]["problem"]
 
     def upload(self, *arguments, **keywords):
@@ -134,7 +143,7 @@ def test_only_the_sum_of_all_three_is_readable(coordinator, trained):
     for some in (uploads[:2], uploads[1:], uploads[::2]):
         assert looks_uniform(weights(masks.sum_arrays(iter(some))))
     for reply in coordinator.replies[-3:]:
-        assert set(reply.content) == {CONFIG, METRICS, ARRAYS}
+        assert set(reply.content) == {CONFIG, METRICS, ARRAYS, AUDIT}
         assert set(reply.content[METRICS]) == {"num-rows"}
         assert set(reply.content[CONFIG]) == {"name", "base", SUM}
 

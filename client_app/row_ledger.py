@@ -1,0 +1,89 @@
+"""The row ledger: which rows were used in which run, for example if a person asks.
+
+The ledger lies beside the audit log, in the folder ``rows``: for each set of rows that was used, a
+file with a keyed digest of every row. The audit log names the set of each accepted message. The key
+never leaves the site; without it, nobody can test whether a row is in the ledger.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from client_app.audit import AuditError, AuditLog
+from federation.site_policy import SitePolicy
+from finetuning.files import replacing, write_secret
+
+
+def digest_of_row(fields: Mapping[str, Any]) -> bytes:
+    """Return the SHA-256 digest of a row as it is in its file; the order of keys doesn't matter."""
+    text = json.dumps(fields, ensure_ascii=False, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def record_rows(policy: SitePolicy, digests: Iterable[bytes]) -> str:
+    """Write the keyed digests of a set of rows, unless they are written; return the set's digest.
+
+    Raise ``AuditError`` if the file can't be written.
+    """
+    folder = _folder(policy)
+    try:
+        lines = sorted(_keyed(_key(folder), digests))
+        content = "".join(f"{line}\n" for line in lines).encode()
+        name = hashlib.sha256(content).hexdigest()
+        if not (folder / name).exists():
+            with replacing(folder / name) as aside:
+                aside.write_bytes(content)
+                aside.chmod(0o600)
+    except OSError as error:
+        raise AuditError(
+            f"nothing leaves this site, because its row ledger can't be written: {error.strerror}"
+        ) from error
+    return name
+
+
+@dataclass
+class Use:
+    """In which rounds of a run a row was used, by kind of message; round 0 is before training."""
+
+    rounds: dict[str, set[int]] = field(default_factory=dict)
+
+
+def find_uses(policy: SitePolicy, digests: Iterable[bytes]) -> list[dict[str, Use]]:
+    """Return for each row its uses, by run."""
+    folder = _folder(policy)
+    if not folder.exists():
+        return [{} for _ in digests]
+    wanted = _keyed(_key(folder), digests)
+    sets: dict[str, set[str]] = {}
+    for file in folder.glob("?" * 64):
+        sets[file.name] = set(wanted).intersection(file.read_text().split())
+    uses: dict[str, dict[str, Use]] = {each: {} for each in wanted}
+    for line in AuditLog(policy.audit_file).lines():
+        for each in sets.get(str(line.get("row-set")), ()):
+            use = uses[each].setdefault(str(line["run"]), Use())
+            use.rounds.setdefault(str(line["kind"]), set()).add(line["round"])
+    return [uses[each] for each in wanted]
+
+
+def _folder(policy: SitePolicy) -> Path:
+    return policy.audit_file.parent / "rows"
+
+
+def _key(folder: Path) -> bytes:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = folder / "key"
+    with FileLock(folder / "key.lock", mode=0o600):
+        if not file.exists():
+            write_secret(file, secrets.token_bytes(32))
+    return file.read_bytes()
+
+
+def _keyed(key: bytes, digests: Iterable[bytes]) -> list[str]:
+    return [hmac.digest(key, digest, "sha256").hex() for digest in digests]

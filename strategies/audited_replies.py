@@ -1,0 +1,34 @@
+"""The clients' audit logs, as far as the coordinator can vouch for them.
+
+A reply contains the number and the digest of the line that records it in the client's audit log.
+The digest depends on all earlier lines, so with the coordinator's record, ``chambers site audit``
+notices a log that was shortened or replaced.
+"""
+
+from logging import WARNING
+
+from flwr.app import Message
+from flwr.common import log
+
+from federation.messages import audit_of
+from strategies.journal import Journal
+
+
+class AuditedReplies:
+    """Records in the journal which line of a client's audit log records each reply."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._last: dict[str, int] = {}
+
+    def record(self, reply: Message, client: str) -> None:
+        """Record a reply's line; warn if an earlier reply of the run had a later line."""
+        found = audit_of(reply)
+        if found is None:
+            return
+        line, digest = found
+        before, self._last[client] = self._last.get(client, 0), line
+        if line <= before:
+            text = "%s: its audit log was lost or restored: line %d follows line %d"
+            log(WARNING, text, client, line, before)
+        self._journal.record({"event": "audit", "client": client, "line": line, "digest": digest})
