@@ -13,7 +13,7 @@ from flwr.common import log
 from client_app.evaluation import EvaluationResult, save_final_adapters
 from client_app.institution import Institution
 from client_app.kept import keep_one
-from client_app.release_test import run_release_test
+from client_app.release_check import check_release
 from client_app.state import ClientState, PrivateRound
 from client_app.task import ClientTask, Metrics, training_metrics
 from client_app.unfinished_round import UnfinishedRound, private_round
@@ -176,7 +176,7 @@ def evaluate(task: ClientTask) -> EvaluationResult:
     if instruction.final:
         peft_config = model.peft_model.peft_config["default"]
         save_final_adapters(task, {"global": adapter} | own, peft_config)
-        result.release = run_release_test(task, model)
+        result.release = check_release(task, model)
     if instruction.importance:
         next_round = instruction.round + 1
         names = task.config.adapter.trained_names(adapter, next_round)  # those that J protects

@@ -171,6 +171,7 @@ def _section_of(directory: Path) -> str:
 _TAGS = {"lora": "lora", "prefix": "prefix-tuning"}
 # Settings that describe the coordinator's machines.
 LOCAL_SETTINGS = {
+    "exclude",
     "data.path",
     "initial-adapter",
     "instruction-key",

@@ -14,7 +14,7 @@ from finetuning.whole_model import WholeModel
 _ROWS = 200  # of each kind
 
 
-def run_release_test(task: ClientTask, model: WholeModel) -> dict[str, str]:
+def check_release(task: ClientTask, model: WholeModel) -> dict[str, str]:
     """Measure what the adapter of a model gives away; return the verdict that may be sent.
 
     The figures are written to ``leaks.json`` in the client's state, and stay at the site. The audit
