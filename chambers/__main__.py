@@ -26,6 +26,7 @@ from chambers.site.audit import Audit, Used
 from chambers.site.check import Check
 from chambers.site.nodes import Admit, Expel, Nodes
 from chambers.site.programs import StartWorker, Up
+from chambers.site.record import Record
 from chambers.site.setup import Coordinator, Join, Update
 from chambers.site.sign import Sign
 from chambers.status import Status
@@ -69,6 +70,7 @@ _SITE_COMMANDS = {
     "update": Update,
     "audit": Audit,
     "used": Used,
+    "record": Record,
 }
 
 

@@ -65,12 +65,12 @@ class Withdraw:
         if begun.exists() and _read(begun)["client"] == self.name:
             new = run.with_name(_read(begun)["successor"])
         else:
-            new = _prepare(run, original, events, self.name)
+            new = prepare(run, original, events, self.name)
         print(f"the run without {self.name}: {new}", file=sys.stderr)
         values = _read(new / "config.json") | {"resume": str(new)}
         if read_status(new).phase != "completed" and (status := self._train(values)):
             return status
-        _certify(run, new, self.name)
+        certify(run, new, self.name)
         for line in find_descendants(run, new, self.search or []):
             print(line)
         print(f"certificate: {new / CERTIFICATE}")
@@ -110,7 +110,7 @@ def _named(event: Event) -> Iterator[str]:
     yield from (each["client"] for each in event.get("left_out", []))
 
 
-def _prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) -> Path:
+def prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) -> Path:
     """Create the folder of a run that is to be resumed without an institution."""
     from federation.run_folder import end_status
     from finetuning.model.locating import locate
@@ -151,7 +151,8 @@ def _prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str)
     return new
 
 
-def _certify(run: Path, new: Path, name: str) -> None:
+def certify(run: Path, new: Path, name: str) -> None:
+    """Write the certificate of a withdrawal into the new run's folder."""
     from server_app.checkpoint import load_run_checkpoint
 
     before, after = (load_run_checkpoint(each).progress.lineage for each in (run, new))

@@ -24,6 +24,7 @@ class RunAudit:
         refusals: Number of replies that report a refusal or an error.
         epsilon: The total ε after the run's last round, for all runs on the same rows.
         messages: Number of signed instructions.
+        models: Names of the base models, with their licences.
         base: Digests of the base models.
         purposes, agreements: The policy's, at the time of the run.
 
@@ -40,6 +41,7 @@ class RunAudit:
     refusals: int = 0
     epsilon: float | None = None
     messages: int = 0
+    models: set[str] = field(default_factory=set)
     base: set[str] = field(default_factory=set)
     purposes: set[str] = field(default_factory=set)
     agreements: set[str] = field(default_factory=set)
@@ -53,8 +55,11 @@ class RunAudit:
                 found.add(str(line[key]))
         if event == "instruction":
             self.messages += 1
-        elif event == "accepted" and "rows" in line:
-            self.rows = min(self.rows or line["rows"], line["rows"])
+        elif event == "accepted":
+            if "rows" in line:
+                self.rows = min(self.rows or line["rows"], line["rows"])
+            if "model" in line:
+                self.models.add(f"{line['model']} ({line['licence'] or 'no licence named'})")
         elif event == "privacy":
             self.epsilon = line["epsilon"]
         elif event == "lane":

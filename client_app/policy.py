@@ -6,7 +6,7 @@ audit log.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ def check_run(policy: SitePolicy, config: RunConfig) -> None:
 
     These settings are checked before any access to a file or model that the run config names.
     """
-    if policy.not_after and datetime.now(UTC).date() > policy.not_after:
-        raise PolicyError(f"the site's policy has ended: not-after = {policy.not_after}")
+    ends = policy.not_after or date.max
+    require(datetime.now(UTC).date() <= ends, "messages after its end", f"not-after = {ends}")
     if policy.strategies is not None:
         known = config.strategy in policy.strategies
         require(known, f'strategy = "{config.strategy}"', "not in its strategies")

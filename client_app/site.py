@@ -22,6 +22,8 @@ from federation.messages import Instruction, InstructionError
 from federation.run_config import RunConfig, Scalar
 from federation.site_file import VARIABLE, own_settings
 from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
+from finetuning.adapters.model_card import licence_of
+from finetuning.model.names import public_name
 
 # Keys that Flower sets in simulations.
 _PARTITION_KEYS = {"partition-id", "num-partitions"}
@@ -115,7 +117,10 @@ class Site:
         instruction = replace(instruction, losses=instruction.losses and self.evaluates)
         checks.check_request(policy, self.about["kind"], instruction, config, institution)
         used = institution.rows_used(self.about["kind"], instruction)
-        facts = {"rows": len(used), "row-set": record_rows(policy, used)} if used else {}
+        directory, name = institution.directory, public_name(config.model.name)
+        facts: dict[str, Any] = {"model": name, "licence": licence_of(directory)}
+        if used:
+            facts |= {"rows": len(used), "row-set": record_rows(policy, used)}
         AuditLog(policy.audit_file).append(
             {"event": "accepted", **self.about, **facts},
             check=lambda lines: checks.check_counts(policy, self.about, lines),

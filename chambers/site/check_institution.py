@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -143,6 +144,8 @@ def _policy(file: str, site: Path) -> str:
         raise CommandError(f"{site} names no policy, so the coordinator can request anything")
     policy = read_policy(file)
     key, privacy = policy.instruction_key, policy.privacy
+    if policy.not_after and policy.not_after < datetime.now(UTC).date():
+        raise CommandError(f"{file}: the policy ended on {policy.not_after} (not-after)")
     if not key:
         raise CommandError(
             f"{file} names no instruction-key, so anyone whom the coordinator has registered can "

@@ -145,6 +145,11 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 {_section_of(adapter)}"""
 
 
+def licence_of(directory: Path) -> str:
+    """Return the licence that a checkpoint's README.md names, or an empty string."""
+    return str(_metadata_of(directory).get("license") or "")
+
+
 def _metadata_of(directory: Path) -> dict[str, Any]:
     """Return the metadata of a checkpoint's README.md, or an empty dict if it has none."""
     file = directory / "README.md"

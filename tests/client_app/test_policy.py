@@ -124,6 +124,7 @@ REFUSED_RUNS = [
     ("", {"state-path": "~"}, "(not in its paths)"),
     ("", SPLIT, 'strategy = "fl-glm" (split.allowed = false)'),
     ("max-rank = 3", {}, "adapter.rank = 4 (max-rank = 3)"),
+    ("not-after = 2020-12-31", {}, "messages after its end (not-after = 2020-12-31)"),
     ("max-prefix-length = 7", PREFIX, "adapter.prefix-length = 8 (max-prefix-length = 7)"),
     (
         "",
