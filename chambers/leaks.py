@@ -1,5 +1,6 @@
 """``chambers leaks``: measure what an adapter gives away about its training rows."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,7 @@ def _limit(description: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LeakTest(BaseModelOptions):
-    """Measure what an adapter gives away about the rows that it was trained on.
+    """Measure what an adapter gives away about its training rows.
 
     \b
       chambers leaks adapters/global --data /srv/chambers/data --max-auc 0.6 --max-extracted 0.01
@@ -53,6 +54,9 @@ class LeakTest(BaseModelOptions):
         """Print a table; return 1 if a threshold is exceeded."""
         if self.output:
             check_output(self.output)
+        canaries = [text.rpartition("|")[::2] for text in self.canary or ()]
+        if not all(before and canary for before, canary in canaries):
+            raise CommandError('--canary must be "text before|canary"')
         options = self.with_adapter(self.adapter, self.model)
         from chambers.models import find_source, load_source
         from chambers.sources import find_run
@@ -64,7 +68,7 @@ class LeakTest(BaseModelOptions):
             from finetuning.evaluation.leaks import measure_leaks
 
             leaks = measure_leaks(model, *examples)  # type: ignore[arg-type]
-            exposures = self._exposures(model, source.directory)  # type: ignore[arg-type]
+            exposures = _exposures(model, canaries, source.directory)  # type: ignore[arg-type]
         problems = leaks.exceeded(self.max_auc, self.max_extracted)
         _print(leaks, exposures)
         if self.output:
@@ -86,7 +90,7 @@ class LeakTest(BaseModelOptions):
         chosen = {k: v if v is not None else config.get(f"data.{k}", "") for k, v in own.items()}
         settings = DataSettings.model_validate(chosen)
         parts = find_parts(self.data, held_out_part(settings))
-        if parts.held_out is None:
+        if not parts.held_out:
             raise CommandError(
                 f"--data {self.data}: there are no held-out rows (test.jsonl), with which the "
                 "training rows must be compared"
@@ -99,21 +103,21 @@ class LeakTest(BaseModelOptions):
         )
         return inside, outside, tokenizer.pad_token_id
 
-    def _exposures(self, model: "WholeModel", directory: Path) -> dict[str, float]:
-        from finetuning.evaluation.leaks import alternatives, exposure
-        from finetuning.model.tokenizer import load_tokenizer
 
-        tokenizer, found = load_tokenizer(directory), {}
-        for number, text in enumerate(self.canary or (), start=1):
-            before, _, canary = text.rpartition("|")
-            if not before or not canary:
-                raise CommandError('--canary must be "text before|canary"')
-            tokens = [
-                tokenizer(each, add_special_tokens=False, return_tensors="pt").input_ids[0]
-                for each in (before, *alternatives(canary))
-            ]
-            found[f"canary {number}"] = exposure(model, tokens[0], tokens[1:])
-        return found
+def _exposures(
+    model: "WholeModel", canaries: Sequence[tuple[str, str]], directory: Path
+) -> dict[str, float]:
+    from finetuning.evaluation.leaks import alternatives, exposure
+    from finetuning.model.tokenizer import load_tokenizer
+
+    tokenizer, found = load_tokenizer(directory), {}
+    for number, (before, canary) in enumerate(canaries, start=1):
+        tokens = [
+            tokenizer(each, add_special_tokens=False, return_tensors="pt").input_ids[0]
+            for each in (before, *alternatives(canary))
+        ]
+        found[f"canary {number}"] = exposure(model, tokens[0], tokens[1:])
+    return found
 
 
 def _print(leaks: "Leaks", exposures: dict[str, float]) -> None:

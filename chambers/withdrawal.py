@@ -28,16 +28,16 @@ _ADAPTER = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Repeat a run without an institution, from the first round in which it took part.
+    """Repeat a run without an institution.
 
     \b
       chambers withdraw court --run runs/2026-01-31_12-00-00_fedjudge-cl
       chambers withdraw court --run runs/… --coordinator /srv/chambers
 
-    The result is the run that would have been. With keep-rounds=all, rounds before the institution
-    joined are used again. If the command is interrupted, repeat it. The new run's folder has a
-    certificate, withdrawal.json, and the old one names it in withdrawn.json. Adapters and models
-    that descend from the old run are listed; they still contain what was learnt.
+    The result is the run that would have been, from the first round in which the institution took
+    part. With keep-rounds=all, earlier rounds are used again. If the command is interrupted, repeat
+    it. The new run's folder has a certificate, withdrawal.json, and the old one names it in
+    withdrawn.json. What descends from the old run is listed: it still contains what was learnt.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     name: Annotated[str, argument("NAME")]

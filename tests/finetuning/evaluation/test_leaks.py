@@ -14,7 +14,8 @@ from finetuning.training.loop import LocalRound, train_round
 from finetuning.whole_model import WholeModel
 
 CODE = "83051749"
-ADAPTER = AdapterSettings(rank=16, alpha=32, dropout=0.0)
+LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head"
+ADAPTER = AdapterSettings(rank=32, alpha=64, dropout=0.0, targets=LINEAR)
 
 
 def rows_of(count, seed, tokenizer):
@@ -31,8 +32,8 @@ def rows_of(count, seed, tokenizer):
     return tokenize(rows, tokenizer)[0]
 
 
-def test_memorised_rows_are_recognised_and_extracted():
-    base = load_base_model(ModelSettings(name="tiny"))
+def test_memorised_rows_are_recognised_and_extracted(checkpoint):
+    base = load_base_model(ModelSettings(name=str(checkpoint), dtype="float32"))
     torch.manual_seed(0)
     model = WholeModel(attach_adapter(base.model, ADAPTER, None))
     padding = base.tokenizer.pad_token_id
@@ -52,8 +53,8 @@ def test_memorised_rows_are_recognised_and_extracted():
         settings=TrainSettings(batch_size=8, accumulation=1, learning_rate=3e-3),
     )
     leaks = measure_leaks(model, members, others, padding)
-    assert leaks.auc > 0.9 and leaks.auc_low > 0.5 and leaks.recognised > 0.5
-    assert leaks.spans == 8 and leaks.extracted >= 4 and leaks.other_extracted == 0
+    assert leaks.auc > 0.95 and leaks.auc_low > 0.9 and leaks.recognised > 0.8
+    assert leaks.spans >= 7 and leaks.extracted >= 6 and leaks.other_extracted == 0
     (first, second) = leaks.exceeded(max_auc=0.6, max_extracted=0.1)
     assert first.startswith("max-auc = 0.6") and second.startswith("max-extracted = 0.1")
     start = planted.tokens[: planted.prompt_length]
