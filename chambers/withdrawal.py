@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tomli_w
 
 from chambers.errors import CommandError
+from chambers.site import host
 from chambers.sources import argument, count, option
 from federation.run_folder import METRICS_FILE, Event, checkpoint_files, read_events, read_status
 from finetuning.files import write_json
@@ -57,7 +58,10 @@ class Withdraw:
         """Train, and write the certificate; return 0 only if the new run completed."""
         from federation.run_config import RunConfig, parse_run_config
 
-        run = self.run.absolute()
+        run, search = self.run.absolute(), [each.absolute() for each in self.search or ()]
+        coordinator = self.coordinator.absolute() if self.coordinator else None
+        if coordinator:
+            host.enter(coordinator)
         recorded = RunConfig().flat() | _read(run / "config.json") | {"resume": ""}
         original = parse_run_config(recorded)
         events = read_events(run / METRICS_FILE)
@@ -68,22 +72,22 @@ class Withdraw:
             new = prepare(run, original, events, self.name)
         print(f"the run without {self.name}: {new}", file=sys.stderr)
         values = _read(new / "config.json") | {"resume": str(new)}
-        if read_status(new).phase != "completed" and (status := self._train(values)):
+        if read_status(new).phase != "completed" and (status := self._train(values, coordinator)):
             return status
         certify(run, new, self.name)
-        for line in find_descendants(run, new, self.search or []):
+        for line in find_descendants(run, new, search):
             print(line)
         print(f"certificate: {new / CERTIFICATE}")
         return 0
 
-    def _train(self, values: Mapping[str, Any]) -> int:
+    def _train(self, values: Mapping[str, Any], coordinator: Path | None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "run.toml"
             file.write_text(tomli_w.dumps(dict(values)))
-            if self.coordinator:
+            if coordinator:
                 from chambers.run import Run
 
-                return Run([str(self.coordinator), str(file)])()
+                return Run([str(coordinator), str(file)])()
             from chambers.train import Train
 
             return Train([str(file)], self.clients)()
@@ -140,7 +144,7 @@ def prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) 
             "min_nodes": max(1, min(config.min_nodes, len(others))),
         }
     )
-    new = new_directory(config)
+    new = new_directory(config.model_copy(update={"output_dir": str(run.parent)}))
     for file in ("base-model.json", "versions.json"):
         (new / file).write_bytes((run / file).read_bytes())
     write_json(new / "config.json", without.flat())
@@ -186,7 +190,7 @@ def find_descendants(run: Path, new: Path, folders: Sequence[Path]) -> Iterator[
 
     digest, lineage = _digest(run), load_run_checkpoint(run).progress.lineage
     ancestors = [run]
-    for place in dict.fromkeys([run.parent, *(folder.absolute() for folder in folders)]):
+    for place in dict.fromkeys([run.parent, *folders]):
         for file in sorted(place.rglob("config.json")):
             initial = _initial_adapter(file)
             if initial and any(each in initial.parents for each in ancestors):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A deployment on one machine, with the commands of docs/deployment.md: a coordinator, a reviewer and two
-# institutions with generated data, each in a folder below FOLDER, and one run.
+# institutions with generated data, each in a folder below FOLDER, one run, and what an institution can show.
 #
 #   MODEL=tiny examples/deployment.sh FOLDER
 set -euo pipefail
@@ -61,3 +61,11 @@ for name in court consultation; do
 done
 at coordinator chambers run run.toml train.local-steps=2
 at coordinator chambers site nodes
+# What the court can show, and the run without it.
+run=$(cd coordinator && echo state/.local/share/chambers/runs/*)
+grep '"event": "audit"' "coordinator/$run/metrics.jsonl" > court/record.jsonl
+head -1 data/court/train.jsonl > court/row.jsonl
+at court chambers site audit --record record.jsonl
+at court chambers site used row.jsonl
+at court chambers site record
+at coordinator chambers withdraw court --run "$run" --coordinator .

@@ -49,8 +49,8 @@ def test_memorised_rows_are_recognised_and_extracted(checkpoint):
         parameters=trainable_parameters(model.peft_model),
         examples=members,
         padding=padding,
-        local_round=LocalRound([range(8)] * 400, 0, 400, 0, deadline=float("inf")),
-        settings=TrainSettings(batch_size=8, accumulation=1, learning_rate=3e-3),
+        local_round=LocalRound([range(8)] * 600, 0, 600, 0, deadline=float("inf")),
+        settings=TrainSettings(batch_size=8, accumulation=1, learning_rate=2e-3),
     )
     leaks = measure_leaks(model, members, others, padding)
     assert leaks.auc > 0.95 and leaks.auc_low > 0.9 and leaks.recognised > 0.8
