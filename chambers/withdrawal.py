@@ -71,6 +71,9 @@ class Withdraw:
         else:
             new = prepare(run, original, events, self.name)
         print(f"the run without {self.name}: {new}", file=sys.stderr)
+        if any(event["event"] == "train" and "withheld" in event for event in events):
+            text = "clients add noise (privacy.epsilon): their part is retrained, not identical"
+            print(text, file=sys.stderr)
         values = _read(new / "config.json") | {"resume": str(new)}
         if read_status(new).phase != "completed" and (status := self._train(values, coordinator)):
             return status

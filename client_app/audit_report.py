@@ -1,6 +1,7 @@
 """Verify an audit log, and summarise what left the institution in each run."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,7 +24,6 @@ class RunAudit:
         rows: Smallest number of rows that were used for a message; None if none were.
         refusals: Number of replies that report a refusal or an error.
         epsilon: The total ε after the run's last round, for all runs on the same rows.
-        messages: Number of signed instructions.
         models: Names of the base models, with their licences.
         base: Digests of the base models.
         purposes, agreements: The policy's, at the time of the run.
@@ -40,7 +40,6 @@ class RunAudit:
     rows: int | None = None
     refusals: int = 0
     epsilon: float | None = None
-    messages: int = 0
     models: set[str] = field(default_factory=set)
     base: set[str] = field(default_factory=set)
     purposes: set[str] = field(default_factory=set)
@@ -53,9 +52,7 @@ class RunAudit:
         for key, found in (("purpose", self.purposes), ("agreement", self.agreements)):
             if key in line:
                 found.add(str(line[key]))
-        if event == "instruction":
-            self.messages += 1
-        elif event == "accepted":
+        if event == "accepted":
             if "rows" in line:
                 self.rows = min(self.rows or line["rows"], line["rows"])
             if "model" in line:
@@ -115,7 +112,8 @@ def audit(log: AuditLog, recorded: Iterable[tuple[int, str]] = ()) -> Audit:
         if found.lines in wanted:
             digests[found.lines] = found.digest
         if "run" in line:
-            found.runs.setdefault(str(line["run"]), RunAudit()).add(line)
+            with suppress(KeyError, TypeError):  # of a line that was changed
+                found.runs.setdefault(str(line["run"]), RunAudit()).add(line)
         else:
             found.refused += line.get("event") == "refused"
     for number, digest in wanted.items():

@@ -10,7 +10,6 @@ import hmac
 import json
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,12 @@ def record_rows(policy: SitePolicy, digests: Iterable[bytes]) -> str:
     return name
 
 
-@dataclass
-class Use:
-    """In which rounds of a run a row was used, by kind of message; round 0 is before training."""
-
-    rounds: dict[str, set[int]] = field(default_factory=dict)
+# By run, and by kind of message: the rounds; round 0 is before training.
+Uses = dict[str, dict[str, set[int]]]
 
 
-def find_uses(policy: SitePolicy, digests: Iterable[bytes]) -> list[dict[str, Use]]:
-    """Return for each row its uses, by run."""
+def find_uses(policy: SitePolicy, digests: Iterable[bytes]) -> list[Uses]:
+    """Return the uses of each row."""
     folder = _folder(policy)
     if not folder.exists():
         return [{} for _ in digests]
@@ -64,11 +60,11 @@ def find_uses(policy: SitePolicy, digests: Iterable[bytes]) -> list[dict[str, Us
     sets: dict[str, set[str]] = {}
     for file in folder.glob("?" * 64):
         sets[file.name] = set(wanted).intersection(file.read_text().split())
-    uses: dict[str, dict[str, Use]] = {each: {} for each in wanted}
+    uses: dict[str, Uses] = {each: {} for each in wanted}
     for line in AuditLog(policy.audit_file).lines():
         for each in sets.get(str(line.get("row-set")), ()):
-            use = uses[each].setdefault(str(line["run"]), Use())
-            use.rounds.setdefault(str(line["kind"]), set()).add(line["round"])
+            own = uses[each].setdefault(str(line["run"]), {})
+            own.setdefault(str(line["kind"]), set()).add(line["round"])
     return [uses[each] for each in wanted]
 
 

@@ -69,6 +69,8 @@ _NEEDS = {
     "evaluation-missing": {"round", "left_out"},
     "lane": {"client", "round", "purpose"},
     "factors": {"round", "error"},
+    "audit": {"client", "line", "digest"},
+    "release": {"client", "verdict", "leaks"},
 }
 
 

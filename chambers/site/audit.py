@@ -81,7 +81,7 @@ class Used:
             if not found:
                 print(f"{origin}: not used")
             for run, use in found.items():
-                kinds = (f"{kind} in rounds {_numbers(each)}" for kind, each in use.rounds.items())
+                kinds = (f"{kind} in rounds {_numbers(each)}" for kind, each in use.items())
                 print(f"{origin}: run {run}: {'; '.join(kinds)}")
         return 0
 

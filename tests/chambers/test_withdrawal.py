@@ -102,6 +102,29 @@ def test_rounds_before_it_joined_are_used_again(values, data):
     assert certificate["rounds repeated"] == [2, 3]
 
 
+def test_a_resumed_run_goes_on_as_if_an_excluded_client_were_gone(values, data):
+    own = settings(values, data, "three")
+    run(own, stop_after=(1, True), kind=lambda v, _: InProcessGrid(v, nodes(3, of=3)))
+    (begun,) = (data / "runs-three").iterdir()
+    ends = []
+    for name, exclude, count in (("excluded", "gamma", 3), ("expelled", "", 2)):
+        copy = shutil.copytree(begun, data / name / begun.name)
+        state = shutil.copytree(own["state-path"], data / f"{name}-state")
+        changed = own | {"resume": str(copy), "exclude": exclude, "state-path": str(state)}
+        ends.append(
+            serve(
+                changed | {"output-dir": str(data / name)},
+                InProcessGrid(changed, nodes(count, of=3)),
+            )
+        )
+    assert same(*map(final, ends))
+    assert [e["participants"] for e in events(ends[0]) if e["event"] == "round"] == [
+        ["alpha", "beta", "gamma"],
+        ["alpha", "beta"],
+        ["alpha", "beta"],
+    ]
+
+
 def test_what_descends_from_a_run_is_found(values, data, tmp_path):
     own = settings(values, data, "three", rounds=1)
     old = serve(own, InProcessGrid(own, nodes(3, of=3)))

@@ -124,6 +124,11 @@ REFUSED_RUNS = [
     ("", {"state-path": "~"}, "(not in its paths)"),
     ("", SPLIT, 'strategy = "fl-glm" (split.allowed = false)'),
     ("max-rank = 3", {}, "adapter.rank = 4 (max-rank = 3)"),
+    (
+        f'coordinators = ["a"]\n[release]\nmax-auc = 0.6\n{LANES}',
+        SPLIT,
+        'strategy = "fl-glm" (release: the leak test needs the whole model)',
+    ),
     ("not-after = 2020-12-31", {}, "messages after its end (not-after = 2020-12-31)"),
     ("max-prefix-length = 7", PREFIX, "adapter.prefix-length = 8 (max-prefix-length = 7)"),
     (

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 from chambers.in_process import InProcessGrid
 from client_app import fedjudge
 from client_app.privacy_account import PrivateSteps, epsilon
-from federation.messages import ARRAYS, CONFIG, METRICS, SIZE, to_arrays
+from federation.messages import ARRAYS, AUDIT, CONFIG, METRICS, SIZE, to_arrays
 from federation.run_config import parse_run_config
 from finetuning.adapters.adapter import attach_adapter, trainable_parameters
 from finetuning.data.batching import collate
@@ -106,7 +106,7 @@ def test_only_what_the_account_covers_leaves(settings, client_folders, policy, t
     (query,) = grid.of(1, "query")
     assert dict(query[METRICS]) == {SIZE: 24}
     for reply in [*grid.of(1, "train"), *grid.of(1, "evaluate")]:
-        assert set(reply) <= {ARRAYS, CONFIG, METRICS}
+        assert set(reply) <= {ARRAYS, CONFIG, METRICS, AUDIT}
         assert dict(reply[METRICS]) == {SIZE: 24}
         assert set(reply[CONFIG]) == {"name", "base", "withheld"}
     assert all(ARRAYS in reply for reply in grid.of(1, "train"))
