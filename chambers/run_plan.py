@@ -62,6 +62,9 @@ def describe_run(config: RunConfig, clients: int, data: Sequence[ClientData]) ->
         size = config.rounds * _adapter_bytes(config, base) / 2**20
         size *= 1 + config.averages_importance
         lines.append(f"checkpoints: {size:.1f} MiB (keep-rounds = all)")
+    if not config.method.is_split:
+        sent = 2 * config.rounds * config.sampled(clients) * _adapter_bytes(config, base)
+        lines.append(f"adapters in the whole run, to and from all clients: {sent / 2**30:.2f} GiB")
     return [*lines, _leaving(config, base, [train for train, _ in parts])]
 
 

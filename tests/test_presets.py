@@ -1,5 +1,6 @@
 """Presets are valid, alone and combined as documented, and baseline presets run."""
 
+import json
 import tomllib
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.in_process import run_in_process
 
 PRESETS = Path(__file__).parent.parent / "presets"
 BASELINES = sorted((PRESETS / "baselines").glob("*.toml"))
+FLOWERTUNE = sorted((PRESETS / "flowertune").glob("*.toml"))
 
 
 def read(preset: Path) -> dict:
@@ -26,6 +28,21 @@ def test_presets_are_valid(preset):
 def test_baselines_are_valid_after_any_other_preset():
     for whole, baseline in product(PRESETS.glob("*.toml"), BASELINES):
         parse_run_config(read(whole) | read(baseline))
+
+
+@pytest.mark.parametrize("preset", FLOWERTUNE, ids=lambda p: p.stem)
+def test_flowertunes_settings_run_on_rows_of_its_layout(values, tmp_path, preset):
+    """With the test's model, three clients and one step; the layout is Alpaca's."""
+    rows = tmp_path / "rows.json"
+    layout = {"instruction": "Name a {}.", "input": "", "output": "A {}."}
+    kinds = ["court", "judge", "law", "fee", "bail", "deed", "will", "writ", "oath"]
+    rows.write_text(json.dumps([{k: t.format(w) for k, t in layout.items()} for w in kinds]))
+    own = {"model.name", "model.quantization", "data.path", "rounds", "train.local-steps"}
+    chosen = {k: v for k, v in read(preset).items() if k not in own and k != "evaluate.every"}
+    chosen |= {"model.name": values["model.name"], "data.path": str(rows), "rounds": 1}
+    journal = run_in_process({**chosen, "train.local-steps": 1, "min-nodes": 2}, tmp_path / "s", 3)
+    (event,) = (e for e in journal.events if e["event"] == "round")
+    assert len(event["participants"]) == 2
 
 
 @pytest.mark.parametrize("name", ["bare", "center", "center-client", "fedbert"])
