@@ -90,8 +90,8 @@ def serve_until_killed(values: dict) -> None:
     """Run the ServerApp; this process is killed after the checkpoint of the last evaluation."""
     write = results.save_checkpoint
 
-    def write_and_die(directory, checkpoint):
-        write(directory, checkpoint)
+    def write_and_die(directory, checkpoint, *other):
+        write(directory, checkpoint, *other)
         if checkpoint.progress.evaluated and checkpoint.progress.finished_rounds:
             os.kill(os.getpid(), signal.SIGKILL)
 
