@@ -17,6 +17,7 @@ from chambers.time_left import time_left
 from federation.run_folder import (
     LOG,
     METRICS_FILE,
+    WITHDRAWN,
     Event,
     RunStatus,
     checkpoint_files,
@@ -42,6 +43,7 @@ class RunState:
     now: float  # time of reading, in seconds since the epoch
     space: str  # free space in the run's folder and, if specified, for the SuperLink's database
     sender: str  # address that sends the most data to the coordinator; empty if unknown
+    withdrawn: str = ""  # which client was withdrawn, and the run to use instead
 
     @property
     def exit_status(self) -> int:
@@ -83,7 +85,15 @@ def read_run_state(directory: Path, coordinator: Path | None = None) -> RunState
         now=time.time(),
         space="; ".join(_or_unknown(_space, folder) for folder in disks),
         sender=_or_unknown(top_sender, coordinator / ACCESS_LOG) if coordinator else "",
+        withdrawn=_withdrawn(directory / WITHDRAWN),
     )
+
+
+def _withdrawn(file: Path) -> str:
+    if not file.exists():
+        return ""
+    found = json.loads(file.read_bytes())
+    return f"{found['client']}: use {found['successor']} instead"
 
 
 def _space(folder: Path) -> str:
@@ -121,6 +131,7 @@ def list_facts(run: RunState) -> list[tuple[str, str]]:
         ("Disk", run.space),
         *([("Log", str(run.directory / LOG))] if (run.directory / LOG).exists() else []),
         *([("Proxy", run.sender)] if run.sender else []),
+        *([("Withdrawn", run.withdrawn)] if run.withdrawn else []),
     ]
 
 

@@ -17,13 +17,20 @@ import tomli_w
 from chambers.errors import CommandError
 from chambers.site import host
 from chambers.sources import argument, count, option
-from federation.run_folder import METRICS_FILE, Event, checkpoint_files, read_events, read_status
+from federation.run_folder import (
+    METRICS_FILE,
+    WITHDRAWN,
+    Event,
+    checkpoint_files,
+    read_events,
+    read_status,
+)
 from finetuning.files import write_json
 
 if TYPE_CHECKING:
     from federation.run_config import RunConfig
 
-TOMBSTONE, CERTIFICATE = "withdrawn.json", "withdrawal.json"
+CERTIFICATE = "withdrawal.json"
 _ADAPTER = "adapter_model.safetensors"
 
 
@@ -65,7 +72,7 @@ class Withdraw:
         recorded = RunConfig().flat() | _read(run / "config.json") | {"resume": ""}
         original = parse_run_config(recorded)
         events = read_events(run / METRICS_FILE)
-        begun = run / TOMBSTONE
+        begun = run / WITHDRAWN
         if begun.exists() and _read(begun)["client"] == self.name:
             new = run.with_name(_read(begun)["successor"])
         else:
@@ -154,7 +161,7 @@ def prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) 
     (new / METRICS_FILE).write_bytes((run / METRICS_FILE).read_bytes()[: start.metrics_bytes])
     save_checkpoint(new, start)
     end_status(new, f"not yet trained without {name}")
-    write_json(run / TOMBSTONE, {"client": name, "successor": new.name, "time": _now()})
+    write_json(run / WITHDRAWN, {"client": name, "successor": new.name, "time": _now()})
     return new
 
 

@@ -22,6 +22,7 @@ STATUS = "status.json"
 SUMMARY = "summary.txt"
 LOG = "log.txt"
 CHECKPOINTS = "checkpoints"
+WITHDRAWN = "withdrawn.json"  # names the run that replaces this one
 # Environment variable with the path at which a ServerApp creates a link to the run's folder.
 LINK = "CHAMBERS_RUN_LINK"
 _LOCK = "running.lock"

@@ -8,6 +8,7 @@ import pytest
 
 from chambers.errors import CommandError
 from chambers.in_process import InProcessGrid
+from chambers.run_status import list_facts, read_run_state
 from chambers.withdrawal import (
     CERTIFICATE,
     certify,
@@ -82,6 +83,8 @@ def test_it_equals_a_run_of_the_others(values, data, strategy):
     file = new / "adapters" / "global" / "adapter_model.safetensors"
     assert certificate["successor"]["adapter"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert certificate["run"]["lineage"] != certificate["successor"]["lineage"]
+    facts = dict(list_facts(read_run_state(old)))
+    assert facts["Withdrawn"] == f"gamma: use {new.name} instead"
 
 
 def test_rounds_before_it_joined_are_used_again(values, data):
