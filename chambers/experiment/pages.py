@@ -46,7 +46,10 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
     gains = [each for each in next((row.gains for row in rows if row.gains), {}) if each in columns]
     heading = ["", *columns]
     for column in gains:
-        heading += [f"{column} − {experiment.arms[table.against or ''].label}", "detectable"]
+        heading += [
+            f"{column} − {experiment.arms[table.against or ''].label}",
+            "detectable, estimated",
+        ]
     heading += [f"{column}, published" for column in columns if _published(table, column)]
     lines = [_line(heading), _line(["---"] * len(heading))]
     for row in rows:

@@ -42,6 +42,7 @@ published = { together = { all = 71.4 } }
 heat-map = true
 """
 GROUPS = ("school-1", "school-2", "school-3")
+ESTIMATED = "detectable, estimated"
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def test_tables_and_plots_are_made_of_results_alone(render, tmp_path):
     page = render(records(together=GROUPS))
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
     table = {row[1]: row[2:-1] for row in rows if len(row) > 2}
-    assert table[""] == [*GROUPS, "all", "all − alone", "detectable", "all, published"]
+    assert table[""] == [*GROUPS, "all", "all − alone", ESTIMATED, "all, published"]
     none, each = (f"{n} ({n} to {n})" for n in (0, 100))
     assert table["alone, school-2"][:3] == [none, each, none]
     assert table["alone, school-2"][3].startswith("33 (")
@@ -207,7 +208,7 @@ def test_models_are_compared_on_own_and_others_questions(file, render):
         for group in GROUPS
     ]
     table = cells_of(render([*records(together=GROUPS[:2]), *personalised]))
-    gains = ["own − alone", "detectable", "others' − alone", "detectable"]
+    gains = ["own − alone", ESTIMATED, "others' − alone", ESTIMATED]
     assert table[""][1:] == ["own", "others'", *gains]
     assert table["alone"][1:3] == ["100", "0"]
     assert table["together"][1:4] == ["67", "67", "−33"] and table["together"][5] == "67"
