@@ -16,7 +16,7 @@ import tomli_w
 
 from chambers.errors import CommandError
 from chambers.site import host
-from chambers.sources import argument, count, option
+from chambers.sources import argument, count, global_adapter, option
 from federation.run_folder import (
     METRICS_FILE,
     WITHDRAWN,
@@ -72,9 +72,12 @@ class Withdraw:
         recorded = RunConfig().flat() | _read(run / "config.json") | {"resume": ""}
         original = parse_run_config(recorded)
         events = read_events(run / METRICS_FILE)
-        begun = run / WITHDRAWN
-        if begun.exists() and _read(begun)["client"] == self.name:
-            new = run.with_name(_read(begun)["successor"])
+        global_adapter(run)
+        if (run / WITHDRAWN).exists():
+            begun = _read(run / WITHDRAWN)
+            new = run.with_name(begun["successor"])
+            if begun["client"] != self.name:
+                raise CommandError(f"{begun['client']} was withdrawn before: name --run {new}")
         else:
             new = prepare(run, original, events, self.name)
         print(f"the run without {self.name}: {new}", file=sys.stderr)
@@ -108,7 +111,7 @@ def first_round(events: Sequence[Event], name: str, config: "RunConfig") -> int:
 
     Raise ``CommandError`` if it has taken part in none.
     """
-    rounds = [event.get("round", 0) for event in events if name in _named(event)]
+    rounds = [each["round"] for each in events if "round" in each and name in _named(each)]
     if not rounds:
         raise CommandError(f"{name} has taken no part in the run: see {METRICS_FILE}")
     # With ``sample``, its presence changes which others are drawn. Clients keep the state of an
@@ -133,7 +136,10 @@ def prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) 
     from server_app.results import new_directory
     from strategies.journal import Progress
 
-    if config.sums.members:
+    others = {each for event in events for each in _named(event)} - {"", name}
+    if not others:
+        raise CommandError(f"{name} is the run's only client")
+    if config.sums.enabled:
         raise CommandError(
             "groups of masked sums take part whole: the reviewer signs a list without "
             f"{name} (chambers site sign --members); then train anew"
@@ -147,7 +153,6 @@ def prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) 
     else:
         state, _ = first_adapter(config, locate(config.model.name))
         start = RunCheckpoint(Progress(lineage=lineage), state, {}, {}, 0)
-    others = {each for event in events for each in _named(event)} - {"", name}
     without = config.model_copy(
         update={
             "exclude": ",".join(sorted({*config.excluded, name})),
@@ -199,21 +204,23 @@ def find_descendants(run: Path, new: Path, folders: Sequence[Path]) -> Iterator[
     from server_app.checkpoint import load_run_checkpoint
 
     digest, lineage = _digest(run), load_run_checkpoint(run).progress.lineage
+    places = {run.parent, *folders}
+    files = sorted({file for place in places for file in place.rglob("config.json")})
+    begun = {file.parent: initial for file in files if (initial := _initial_adapter(file))}
     ancestors = [run]
-    for place in dict.fromkeys([run.parent, *folders]):
-        for file in sorted(place.rglob("config.json")):
-            initial = _initial_adapter(file)
-            if initial and any(each in initial.parents for each in ancestors):
-                ancestors.append(file.parent)
-                yield f"began with its adapter: {file.parent}"
-        for card in sorted(place.rglob("README.md")):
-            folder = card.parent
-            if run in folder.parents or new in folder.parents:
-                continue
-            adapter = folder / _ADAPTER
-            is_copy = adapter.exists() and _sha256(adapter) == digest
-            if is_copy or lineage in card.read_text(encoding="utf-8", errors="replace"):
-                yield f"contains what it learnt: {folder}"
+    for ancestor in ancestors:  # which grows
+        for folder in [each for each, initial in begun.items() if ancestor in initial.parents]:
+            ancestors.append(folder)
+            del begun[folder]
+            yield f"began with its adapter: {folder}"
+    for card in sorted({card for place in places for card in place.rglob("README.md")}):
+        folder = card.parent
+        if run in folder.parents or new in folder.parents:
+            continue
+        adapter = folder / _ADAPTER
+        is_copy = adapter.exists() and _sha256(adapter) == digest
+        if is_copy or lineage in card.read_text(encoding="utf-8", errors="replace"):
+            yield f"contains what it learnt: {folder}"
 
 
 def _initial_adapter(file: Path) -> Path | None:

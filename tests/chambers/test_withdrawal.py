@@ -11,6 +11,7 @@ from chambers.in_process import InProcessGrid
 from chambers.run_status import list_facts, read_run_state
 from chambers.withdrawal import (
     CERTIFICATE,
+    Withdraw,
     certify,
     find_descendants,
     first_round,
@@ -134,7 +135,8 @@ def test_what_descends_from_a_run_is_found(values, data, tmp_path):
     adapter, later = old / "adapters" / "global", tmp_path / "elsewhere" / "later"
     later.mkdir(parents=True)
     write_json(later / "config.json", {"initial-adapter": str(adapter)})
-    write_json(later.with_name("third") / "config.json", {"initial-adapter": str(later / "a")})
+    for name, before in (("third", later), ("earlier", later.with_name("third"))):
+        write_json(later.with_name(name) / "config.json", {"initial-adapter": str(before / "a")})
     shutil.copytree(adapter, later.with_name("copy"))
     merged = later.with_name("merged") / "README.md"
     merged.parent.mkdir()
@@ -143,7 +145,7 @@ def test_what_descends_from_a_run_is_found(values, data, tmp_path):
     stranger.parent.mkdir()
     stranger.write_text("# Another adapter")
     found = "\n".join(find_descendants(old, tmp_path / "new", [later.parent]))
-    for name in ("later", "third", "copy", "merged"):
+    for name in ("later", "third", "earlier", "copy", "merged"):
         assert str(later.with_name(name)) in found
     assert "stranger" not in found
 
@@ -153,3 +155,12 @@ def test_a_stranger_can_not_be_withdrawn(values, data):
     old = serve(own, InProcessGrid(own, nodes(3, of=3)))
     with pytest.raises(CommandError, match="delta has taken no part in the run"):
         without("delta", old, own)
+    new, _ = without("gamma", old, own)
+    with pytest.raises(CommandError, match=f"gamma was withdrawn before: name --run .*{new.name}"):
+        Withdraw("alpha", run=old)()
+
+
+def test_lines_of_an_audit_log_do_not_count_as_taking_part(values):
+    taken = [{"event": "audit", "client": "gamma", "line": 3, "digest": "0" * 64}]
+    taken.append({"event": "round", "round": 2, "participants": ["gamma"]})
+    assert first_round(taken, "gamma", parse_run_config(values)) == 2
