@@ -44,13 +44,14 @@ class Machine:
 
 def this_machine() -> Machine:
     """Return the cores, the available memory and the GPUs of this machine."""
-    import torch
+    from finetuning.devices import count_accelerators
 
-    gpus = torch.cuda.device_count()
+    gpus = count_accelerators()
     free: list[int] = []
     if gpus:
         # In another process, because the query creates a context on each GPU.
-        query = f"import torch; print(*(torch.cuda.mem_get_info(i)[0] for i in range({gpus})))"
+        each = f"torch.accelerator.get_memory_info(i)[0] for i in range({gpus})"
+        query = f"import torch; print(*({each}))"
         command = [sys.executable, "-P", "-c", query]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
         free = [int(size) for size in output.split()]

@@ -21,6 +21,11 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, 0)
 
 
+def count_accelerators() -> int:
+    """Return the number of accelerators that models can use."""
+    return torch.accelerator.device_count() if default_device().type != "cpu" else 0
+
+
 def default_dtype(device: torch.device) -> torch.dtype:
     """Return the data type of the weights for ``model.dtype = "auto"``.
 

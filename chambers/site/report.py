@@ -71,9 +71,12 @@ def check_gpu() -> str:
     """Check that PyTorch can use the GPU, if there is one."""
     import torch
 
-    if torch.cuda.is_available():
-        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-        name = torch.cuda.get_device_name()
+    from finetuning.devices import default_device
+
+    device = default_device()
+    if device.type != "cpu":
+        free, total = (size / 2**30 for size in torch.accelerator.get_memory_info(device))
+        name = torch.get_device_module(device).get_device_name(device)
         return f"GPU: {name}, {free:.1f} of {total:.1f} GiB free"
     if Path("/proc/driver/nvidia/version").exists():
         raise CommandError(
