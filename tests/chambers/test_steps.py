@@ -61,8 +61,8 @@ def test_a_plan_is_printed_and_nothing_is_trained(
 ):
     folders = [f"output-dir={tmp_path / 'runs'}", f"state-path={tmp_path / 'state'}"]
     own = (f"model.name={checkpoint}", f"data.path={client_folders}")
-    memory, *clients, seconds, bytes_sent = execute(
-        capsys, "train", "--plan", *own, *folders
+    memory, *clients, seconds, kept, whole_run, bytes_sent = execute(
+        capsys, "train", "--plan", *own, *folders, "keep-rounds=all"
     ).splitlines()
     assert memory.startswith("memory: about 0.4 GiB (context 0.4, weights 0.0, activations 0.0)")
     assert [line.split(" with ")[0] for line in clients] == [
@@ -78,6 +78,9 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     settings = with_names(checkpoint, config_for({"alpha": 24}).adapter)
     weights = sum(v.numel() for v in initial_adapter(str(checkpoint), settings, 0)[0].values())
     assert f" {4 * weights / 2**20:.1f} MiB (its adapter)" in bytes_sent
+    assert kept == f"checkpoints: {config.rounds * 4 * weights / 2**20:.1f} MiB (keep-rounds = all)"
+    there_and_back = 2 * config.rounds * 3 * 4 * weights
+    assert whole_run.endswith(f"to and from all clients: {there_and_back / 2**30:.2f} GiB")
     split = (f"model.name={deep_checkpoint}", own[1], "strategy=fl-glm")
     memory, *_, bytes_sent = execute(capsys, "train", "--plan", *split, *folders).splitlines()
     assert "of hidden states" in bytes_sent and " for the server" in memory
