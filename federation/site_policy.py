@@ -138,8 +138,8 @@ class ReleasePolicy(Table):
         le=1,
         description="Largest AUC with which the adapter tells training rows from held-out rows. "
         "With a threshold, the site tests the final global adapter (`chambers leaks`), and sends "
-        'whether it has "passed" or is "refused", without figures, but also without the noise of '
-        "`privacy.epsilon`; `fl-glm` is refused.",
+        'whether it has "passed" or is "refused" (not with masked sums), without figures, but also '
+        "without the noise of `privacy.epsilon`; `fl-glm` is refused.",
     )
     max_extracted: float | None = Field(
         None,
