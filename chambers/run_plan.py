@@ -58,14 +58,9 @@ def describe_run(config: RunConfig, clients: int, data: Sequence[ClientData]) ->
         for client, (train, test), cut in zip(data, parts, shortened, strict=True)
     ]
     lines.append(_time(config, clients, base, parts, machine))
-    if config.keep_rounds == "all" and not config.method.is_split:
-        size = config.rounds * _adapter_bytes(config, base) / 2**20
-        size *= 1 + config.averages_importance
-        lines.append(f"checkpoints: {size:.1f} MiB (keep-rounds = all)")
-    if not config.method.is_split:
-        sent = 2 * config.rounds * config.sampled(clients) * _adapter_bytes(config, base)
-        lines.append(f"adapters in the whole run, to and from all clients: {sent / 2**30:.2f} GiB")
-    return [*lines, _leaving(config, base, [train for train, _ in parts])]
+    if config.method.is_split:
+        return [*lines, _hidden_states(config, base, [train for train, _ in parts])]
+    return [*lines, *_adapters(config, clients, base)]
 
 
 def describe_time(config: RunConfig, clients: int, data: Sequence[ClientData]) -> str:
@@ -161,25 +156,33 @@ def _speed(hidden: int) -> float:
     return 2 * rows.numel() * 4 * hidden / fastest
 
 
-def _leaving(config: RunConfig, base: Path, trained: Sequence[list[Example]]) -> str:
-    """Return a line with the bytes that leave a client in a round."""
-    if config.method.is_split:
-        width = {"float32": 4, "bfloat16": 2, "int8": 1}[config.split.wire_dtype]
-        tokens = max(
-            steps_per_round(len(rows), config.train) * _tokens(rows) / len(rows) for rows in trained
-        )
-        rows_per_step = config.train.batch_size * config.train.accumulation
-        size = 2 * tokens * rows_per_step * hidden_size(base) * width
-        return f"leaving a client in a round: about {size / 2**20:.1f} MiB of hidden states"
-    size = _adapter_bytes(config, base)
-    what = "its adapter and J" if config.averages_importance else "its adapter"
-    size *= 1 + config.averages_importance
-    return f"leaving a client in a round: {size / 2**20:.1f} MiB ({what}), and metrics"
+def _hidden_states(config: RunConfig, base: Path, trained: Sequence[list[Example]]) -> str:
+    """Return a line with the bytes of hidden states that leave a client in a round."""
+    width = {"float32": 4, "bfloat16": 2, "int8": 1}[config.split.wire_dtype]
+    tokens = max(
+        steps_per_round(len(rows), config.train) * _tokens(rows) / len(rows) for rows in trained
+    )
+    rows_per_step = config.train.batch_size * config.train.accumulation
+    size = 2 * tokens * rows_per_step * hidden_size(base) * width
+    return f"leaving a client in a round: about {size / 2**20:.1f} MiB of hidden states"
 
 
-def _adapter_bytes(config: RunConfig, base: Path) -> int:
+def _adapters(config: RunConfig, clients: int, base: Path) -> list[str]:
+    """Return lines with the bytes of adapters, on the coordinator's disk and on the network."""
     state, _ = initial_adapter(config.model.name, with_names(base, config.adapter), config.seed)
-    return 4 * sum(state[name].numel() for name in config.adapter.trained_names(state, 1))
+    adapter = 4 * sum(state[name].numel() for name in config.adapter.trained_names(state, 1))
+    with_importance = adapter * (1 + config.averages_importance)
+    what = "its adapter and J" if config.averages_importance else "its adapter"
+    lines = []
+    if config.keep_rounds == "all":
+        kept = config.rounds * with_importance / 2**20
+        lines.append(f"checkpoints: {kept:.1f} MiB (keep-rounds = all)")
+    sent = 2 * config.rounds * config.sampled(clients) * adapter / 2**30
+    return [
+        *lines,
+        f"adapters in the whole run, to and from all clients: {sent:.2f} GiB",
+        f"leaving a client in a round: {with_importance / 2**20:.1f} MiB ({what}), and metrics",
+    ]
 
 
 def _tokens(examples: Sequence[Example]) -> int:

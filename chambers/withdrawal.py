@@ -16,7 +16,7 @@ import tomli_w
 
 from chambers.errors import CommandError
 from chambers.site import host
-from chambers.sources import argument, count, global_adapter, option
+from chambers.sources import argument, count, global_adapter, option, read_run
 from federation.run_folder import (
     METRICS_FILE,
     WITHDRAWN,
@@ -69,12 +69,12 @@ class Withdraw:
         coordinator = self.coordinator.absolute() if self.coordinator else None
         if coordinator:
             host.enter(coordinator)
-        recorded = RunConfig().flat() | _read(run / "config.json") | {"resume": ""}
+        recorded = {**RunConfig().flat(), **read_run(run).config, "resume": ""}
         original = parse_run_config(recorded)
         events = read_events(run / METRICS_FILE)
         global_adapter(run)
         if (run / WITHDRAWN).exists():
-            begun = _read(run / WITHDRAWN)
+            begun = json.loads((run / WITHDRAWN).read_bytes())
             new = run.with_name(begun["successor"])
             if begun["client"] != self.name:
                 raise CommandError(f"{begun['client']} was withdrawn before: name --run {new}")
@@ -84,7 +84,7 @@ class Withdraw:
         if any(event["event"] == "train" and "withheld" in event for event in events):
             text = "clients add noise (privacy.epsilon): their part is retrained, not identical"
             print(text, file=sys.stderr)
-        values = _read(new / "config.json") | {"resume": str(new)}
+        values = {**read_run(new).config, "resume": str(new)}
         if read_status(new).phase != "completed" and (status := self._train(values, coordinator)):
             return status
         certify(run, new, self.name)
@@ -142,7 +142,7 @@ def prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) 
     if config.sums.enabled:
         raise CommandError(
             "groups of masked sums take part whole: the reviewer signs a list without "
-            f"{name} (chambers site sign --members); then train anew"
+            f"{name} (chambers site sign --members); then start a new run"
         )
     first, kept = first_round(events, name, config), checkpoint_files(run)
     numbers = [int(file.stem.removeprefix("round-")) for file in kept]
@@ -188,8 +188,8 @@ def certify(run: Path, new: Path, name: str) -> None:
             "rounds used again": reused,
             "rounds repeated": [e["round"] for e in rounds if e["round"] not in reused],
             "participants": {str(e["round"]): e["participants"] for e in rounds},
-            "versions": _read(new / "versions.json"),
-            "base model": _read(new / "base-model.json")["digests"],
+            "versions": json.loads((new / "versions.json").read_bytes()),
+            "base model": read_run(new).digests,
         },
     )
 
@@ -237,13 +237,6 @@ def _digest(run: Path) -> str:
 
 def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{file.parent} is not a run's folder: {file.name}: {error}") from error
 
 
 def _now() -> str:

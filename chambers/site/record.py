@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PREFIX = b"Chambers record 1\n"
 # What only people can judge.
-OPEN = (
+BLANKS = (
     "Legal basis of the processing",
     "Why it is necessary and proportionate",
     "Categories of data and of persons",
@@ -181,4 +181,4 @@ def _page(facts: Mapping[str, Any], signed: Mapping[str, Any]) -> str:
 
     template = Path(__file__).with_name("record.html").read_text(encoding="utf-8")
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return page.from_string(template).render(facts=facts, signed=signed, blanks=OPEN)
+    return page.from_string(template).render(facts=facts, signed=signed, blanks=BLANKS)

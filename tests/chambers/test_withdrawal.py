@@ -141,16 +141,16 @@ def test_what_descends_from_a_run_is_found(values, data, tmp_path):
     merged = later.with_name("merged") / "README.md"
     merged.parent.mkdir()
     merged.write_text((adapter / "README.md").read_text())
-    stranger = later.with_name("stranger") / "README.md"
-    stranger.parent.mkdir()
-    stranger.write_text("# Another adapter")
+    unrelated = later.with_name("unrelated") / "README.md"
+    unrelated.parent.mkdir()
+    unrelated.write_text("# Another adapter")
     found = "\n".join(find_descendants(old, tmp_path / "new", [later.parent]))
     for name in ("later", "third", "earlier", "copy", "merged"):
         assert str(later.with_name(name)) in found
-    assert "stranger" not in found
+    assert "unrelated" not in found
 
 
-def test_a_stranger_can_not_be_withdrawn(values, data):
+def test_only_a_client_that_took_part_is_withdrawn(values, data):
     own = settings(values, data, "three", rounds=1)
     old = serve(own, InProcessGrid(own, nodes(3, of=3)))
     with pytest.raises(CommandError, match="delta has taken no part in the run"):

@@ -104,8 +104,8 @@ def test_site_and_coordinator_agree_on_what_left(evidence):
 def test_the_ledger_tells_which_rows_were_used_without_their_text(evidence, tmp_path):
     rows = [json.loads(line) for line in (evidence.rows / "train.jsonl").open()]
     asked = tmp_path / "asked.jsonl"
-    stranger = {key: f"{value} else" for key, value in rows[1].items()}
-    asked.write_text("".join(json.dumps(row) + "\n" for row in (rows[0], stranger)))
+    unused = {key: f"{value} else" for key, value in rows[1].items()}
+    asked.write_text("".join(json.dumps(row) + "\n" for row in (rows[0], unused)))
     said = evidence.command("used", asked)
     assert "asked.jsonl:1: run" in said and "train in rounds 1, 2" in said
     assert "asked.jsonl:2: not used" in said
