@@ -1,30 +1,34 @@
 """The tables and plots of an experiment: Markdown and SVG."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
-
-import numpy as np
+from textwrap import fill
+from typing import TYPE_CHECKING, get_args
 
 from chambers.experiment.plan import Experiment, Measure, Reported, ResultTable
-from chambers.experiment.results import ALL, CONSTANT, Interval, Record, TableRow, rows_of
+from chambers.experiment.results import CONSTANT, Record, TableRow, rows_of
+from chambers.intervals import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
 
 
 def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path) -> str:
-    """Write all tables and heat maps to a folder; return a page with all tables."""
+    """Write all tables and plots to a folder; return a page with all tables."""
     parts = [f"# {experiment.title}\n"]
+    rows_by_table = {table.name: rows_of(records, experiment, table) for table in experiment.tables}
     for table in experiment.tables:
-        rows = rows_of(records, experiment, table)
+        rows = rows_by_table[table.name]
         text = _markdown(experiment, table, rows)
         parts.append(f"## {table.title}\n\n{text}")
         (folder / f"{table.name}.md").write_text(text, encoding="utf-8")
-        if table.heat_map:
-            rows = rows_of(records, experiment, table.model_copy(update={"columns": "groups"}))
-            picture = _heat_map(table, [row for row in rows if row.arm != CONSTANT])
-            (folder / f"{table.name}.svg").write_text(picture, encoding="utf-8")
+    for plot in experiment.plots:
+        drawn = [(each, rows_by_table[each.name]) for each in experiment.tables]
+        picture = _draw(plot.name, [(t, rows) for t, rows in drawn if t.name in plot.tables])
+        (folder / f"{plot.name}.svg").write_text(picture, encoding="utf-8")
     return "\n".join(parts)
 
 
@@ -46,16 +50,18 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
     gains = [each for each in next((row.gains for row in rows if row.gains), {}) if each in columns]
     heading = ["", *columns]
     for column in gains:
-        heading += [
-            f"{column} − {experiment.arms[table.against or ''].label}",
-            "detectable, estimated",
-        ]
+        heading.append(f"{column} − {experiment.arms[table.against or ''].label}")
+        if table.equal:
+            heading.append(f"within ±{table.equal:g}")
     heading += [f"{column}, published" for column in columns if _published(table, column)]
     lines = [_line(heading), _line(["---"] * len(heading))]
     for row in rows:
         cells = [_cell(row.cells.get(column), table.measure) for column in columns]
         for column in gains:
-            cells += _gain(row.gains.get(column), table.measure)
+            cells.append(_gain(row.gains.get(column), table.measure))
+            if table.equal:
+                is_equal = row.equal.get(column)
+                cells.append("" if is_equal is None else "yes" if is_equal else "not shown")
         name = f"{row.arm} {row.client}" if row.client else row.arm
         for values in filter(None, (_published(table, column) for column in columns)):
             cells.append(f"*{values[name]:g}*" if name in values else "")
@@ -86,35 +92,65 @@ def _cell(value: Interval | None, measure: Measure) -> str:
     return f"{_text(value.mean, measure)} ({low} to {high})"
 
 
-def _gain(gain: Interval | None, measure: Measure) -> list[str]:
-    if gain is None:
-        return ["", ""]
-    text, detectable = _cell(gain, measure), _text(gain.detectable, measure)
-    return [text if gain.low <= 0 <= gain.high else f"**{text}**", detectable]
+def _gain(gain: Interval | None, measure: Measure) -> str:
+    text = _cell(gain, measure)
+    return text if gain is None or gain.low <= 0 <= gain.high else f"**{text}**"
 
 
-def _heat_map(table: ResultTable, rows: Sequence[TableRow]) -> str:
-    """Return a picture on a white background, which is readable on dark pages too."""
+def _draw(name: str, tables: Sequence[tuple[ResultTable, Sequence[TableRow]]]) -> str:
+    """Return a picture with a panel for each column of each table, in which rows are models.
+
+    The background is white, so dark pages can show it too.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    groups = [group for group in rows[0].cells if group != ALL]
-    values = np.array([[row.cells[group].mean for group in groups] for row in rows])
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": table.name, "font.size": 10}):
-        figure = Figure((2.5 + 1.3 * len(groups), 1.2 + 0.5 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        colours = "Blues_r" if table.measure == "loss" else "Blues"
-        image = axes.imshow(values, cmap=colours, aspect="auto", vmin=0)
-        axes.set_xticks(range(len(groups)), [f"questions of\n{group}" for group in groups])
-        axes.set_yticks(range(len(rows)), [row.label for row in rows])
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        axes.set_title(f"{table.title} ({_UNITS.get(table.measure, '%')})", fontsize=10, loc="left")
-        for (y, x), value in np.ndenumerate(values):
-            red, green, blue, _ = image.cmap(image.norm(value))
-            colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-            axes.text(x, y, _text(value, table.measure), ha="center", va="center", color=colour)
+    labels = list(dict.fromkeys(r.label for _, rows in tables for r in rows if r.arm != CONSTANT))
+    panels = [
+        (table, column, rows)
+        for table, rows in tables
+        for column in dict.fromkeys(column for row in rows for column in row.cells)
+    ]
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
+        figure = Figure((2.5 + 2.8 * len(panels), 1.1 + 0.34 * len(labels)), layout="constrained")
+        all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (table, column, rows) in zip(all_axes, panels, strict=True):
+            cells = {
+                None if row.arm == CONSTANT else labels.index(row.label): row.cells.get(column)
+                for row in rows
+            }
+            _draw_panel(axes, table, column, cells)
+        all_axes[0].set_yticks(range(len(labels)), labels)
+        all_axes[0].invert_yaxis()
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # so equal figures are equal
         figure.savefig(file, format="svg", facecolor="white", metadata=nothing)
         return file.getvalue()
+
+
+def _draw_panel(
+    axes: "Axes", table: ResultTable, column: str, cells: Mapping[int | None, Interval | None]
+) -> None:
+    """Draw a column: seeds as dots, the mean as a mark, and its interval as a line.
+
+    ``cells`` are keyed by the number of the row. The score of the same answer to every question,
+    with the key None, is a dashed line.
+    """
+    scale = 1 if table.measure in _UNITS else 100
+    for y, cell in cells.items():
+        if cell is None:  # an arm with fewer clients
+            continue
+        low, mean, high, *seeds = (scale * x for x in (cell.low, cell.mean, cell.high, *cell.seeds))
+        if y is None:
+            axes.axvline(mean, color="0.6", linestyle="--", linewidth=1)
+            continue
+        axes.plot([low, high], [y, y], color="C0", linewidth=1.5)
+        axes.plot(mean, y, marker="|", markersize=13, markeredgewidth=2.5, color="C0")
+        axes.plot(seeds, [y] * len(seeds), "o", markersize=4, color="black", alpha=0.55)
+    axes.set_title(fill(f"{table.title}: {column}", 36), fontsize=9, loc="left")
+    axes.set_xlabel(_UNITS.get(table.measure, "%"), fontsize=9)
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    axes.set_xlim(left=0)

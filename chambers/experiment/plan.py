@@ -52,9 +52,18 @@ class ResultTable(Section):
     # ``groups``: a column per group. ``own``: one for a client's own group and one for the others'.
     columns: Literal["groups", "own"] = "groups"
     against: str | None = None  # arm with which the others are compared, question by question
-    heat_map: bool = False  # whether to also draw the values by model and group of questions
+    equal: float | None = Field(
+        None, gt=0
+    )  # margin within which differences are tested for equality
     # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
     published: dict[str, dict[str, float]] = Field({})
+
+
+class Plot(Section):
+    """A plot of tables' columns, with a panel for each; rows are those of the tables."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # name of the plot's file
+    tables: list[str] = Field(min_length=1)
 
 
 class Experiment(Section):
@@ -69,6 +78,7 @@ class Experiment(Section):
     variants: dict[str, dict[str, Scalar]] = Field({"": {}}, min_length=1)
     arms: dict[str, Arm] = Field(min_length=1)
     tables: list[ResultTable] = Field(min_length=1)
+    plots: list[Plot] = Field([])
 
     @model_validator(mode="after")
     def _check_names(self) -> "Experiment":
@@ -78,6 +88,13 @@ class Experiment(Section):
                 if arm is not None and arm not in self.arms:
                     raise ValueError(
                         f"{table.name} names the arm {arm}; the arms are {', '.join(self.arms)}"
+                    )
+        names = [table.name for table in self.tables]
+        for plot in self.plots:
+            for name in plot.tables:
+                if name not in names:
+                    raise ValueError(
+                        f"{plot.name} names the table {name}; the tables are {', '.join(names)}"
                     )
         return self
 

@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
-from scipy.stats import nct, norm, t
 
 from chambers.experiment.plan import Experiment, Measure, ResultTable
+from chambers.intervals import BySeed, Interval, are_equal, interval
 from finetuning.files import write_file
 
 GLOBAL, BASE, CONSTANT = "global", "base", "constant"
-# For each seed, the values of its questions.
-BySeed = Sequence[NDArray[np.float64]]
 ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
 # One value per question, keyed by seed and group.
@@ -51,43 +48,6 @@ def read_records(file: Path) -> tuple[dict[str, Any], list[Record]]:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A mean with its 95 % interval."""
-
-    mean: float  # mean over seeds of the means over questions
-    low: float
-    high: float
-    detectable: float  # smallest true mean that is detected with 80 % power
-
-
-def interval(
-    values: BySeed, shared: bool = False, lowest: float = -math.inf, highest: float = math.inf
-) -> Interval:
-    """Return the mean of values between ``lowest`` and ``highest``, and its interval.
-
-    Two variances are added: that of the seeds' means, with Student's t distribution because seeds
-    are few, and that of the questions, with the normal distribution. If all seeds have ``shared``
-    questions, the latter is of each question's mean over seeds, so more seeds don't reduce it. The
-    former also contains an effect of the questions, so the interval is somewhat too wide. The
-    noncentral t distribution gives the mean that a test over seeds detects with 80 % power.
-    """
-    errors, seeds = [_error(of_seed) for of_seed in values], len(values)
-    of_questions = _error(np.mean(values, axis=0)) if shared else np.linalg.norm(errors) / seeds
-    means = np.array([of_seed.mean() for of_seed in values])
-    mean, freedom = float(means.mean()), max(1, seeds - 1)
-    limit = t.ppf(0.975, freedom)
-    few = np.array([limit, brentq(lambda mean: nct.sf(limit, freedom, mean) - 0.8, 0.0, 99.0)])
-    many = np.cumsum(norm.ppf([0.975, 0.8]))
-    half, detectable = np.hypot(few * _error(means), many * of_questions).tolist()
-    return Interval(mean, max(lowest, mean - half), min(highest, mean + half), detectable)
-
-
-def _error(values: NDArray[np.float64]) -> float:
-    """Return the standard error of the mean, 0 for a single value."""
-    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-@dataclass(frozen=True)
 class TableRow:
     """A table's row: a model, or all models of a kind. Intervals are keyed by column heading."""
 
@@ -96,6 +56,8 @@ class TableRow:
     client: str | None  # client to which the model belongs, if any
     cells: Mapping[str, Interval]
     gains: Mapping[str, Interval]  # differences from the arm ``against``
+    # Whether each difference is shown to be less than the table's margin ``equal``, if it has one.
+    equal: Mapping[str, bool]
 
 
 def rows_of(
@@ -122,22 +84,21 @@ def rows_of(
     highest = math.inf if table.measure in {"loss", "distance"} else 1.0
     rows = []
 
-    def summarise(values: _Values, lowest: float) -> Interval:
-        return interval(_by_seed(values), shared, lowest, highest)
-
     for (arm, kind), line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
         other = compared.get(kind) or next(iter(compared.values()), {})
-        gains = {
-            column: summarise(
-                {key: line[column][key] - own for key, own in values.items()}, -highest
-            )
+        differences = {
+            column: _by_seed({key: line[column][key] - own for key, own in values.items()})
             for column, values in other.items()
             if arm not in {table.against, CONSTANT}
             and line.get(column, {}).keys() == values.keys()  # the same clients
         }
-        cells = {column: summarise(values, 0.0) for column, values in line.items()}
+        cells = {c: interval(_by_seed(v), shared, 0.0, highest) for c, v in line.items()}
+        gains = {c: interval(v, shared, -highest, highest) for c, v in differences.items()}
+        margin = table.equal
+        equal = {c: are_equal(v, margin, shared) for c, v in differences.items()} if margin else {}
         client = None if kind in {BASE, GLOBAL, _CLIENTS} else kind
-        rows.append(TableRow(_label(experiment, arm, kind, lines), arm, client, cells, gains))
+        label = _label(experiment, arm, kind, lines)
+        rows.append(TableRow(label, arm, client, cells, gains, equal))
     return rows
 
 

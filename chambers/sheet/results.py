@@ -2,16 +2,16 @@
 
 import csv
 import io
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
-from scipy.stats import t
+import numpy as np
 
 from chambers.errors import CommandError, read_bytes
+from chambers.intervals import interval
 from chambers.sheet.blinding import CRITERIA, MAX_SCORE, MIN_SCORE, Key
 
 # Scores, keyed by id and criterion.
@@ -106,8 +106,8 @@ def _mean(scores: SheetScores, key: Key, model: str, criterion: str) -> str:
     means = [mean(values) for values in by_question.values()]
     if len(means) == 1:
         return f"{means[0]:.2f}"
-    half_width = t.ppf(0.975, len(means) - 1) * stdev(means) / math.sqrt(len(means))
-    return f"{mean(means):.2f} ± {half_width:.2f}"
+    found = interval([np.array(means)])
+    return f"{found.mean:.2f} ± {found.high - found.mean:.2f}"
 
 
 def _alpha(scores: SheetScores, key: Key, criterion: str) -> float | None:

@@ -1,6 +1,7 @@
 """Experiment files: which are refused, which runs they start, and which results are written."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,15 @@ title = "Articles"
 measure = "article"
 arms = ["bare", "alone", "together"]
 against = "alone"
+equal = 0.05
+columns = "groups"
 published = { together = { all = 71.4 } }
-heat-map = true
+[[plots]]
+name = "articles"
+tables = ["articles"]
 """
 GROUPS = ("school-1", "school-2", "school-3")
-ESTIMATED = "detectable, estimated"
+WITHIN = "within ±0.05"
 
 
 @pytest.fixture
@@ -75,6 +80,7 @@ def cells_of(page):
     [
         ('label = "alone"', 'labl = "alone"', "arms.alone.labl: Extra inputs are not permitted"),
         ('against = "alone"', 'against = "lone"', "articles names the arm lone; the arms are bare"),
+        ('tables = ["articles"]', 'tables = ["losses"]', "articles names the table losses; the"),
         ('"model.name" = "tiny"', '"model.nam" = "tiny"', "model.nam"),
         ('"data.generated" = "matters"', "", "an experiment needs data.path"),
         ('"data.generated" = "matters"', '"data.path" = "."', "the measure article can't be"),
@@ -90,7 +96,9 @@ def test_a_wrong_file_is_refused_before_any_run(file, tmp_path, capsys, before, 
     assert before in EXPERIMENT
     text = EXPERIMENT.replace(before, after, 1)
     if "own" in reason:
-        text = text.replace('"article"', '"accuracy"').replace("heat-map = true", 'columns = "own"')
+        text = text.replace('"article"', '"accuracy"').replace(
+            'columns = "groups"', 'columns = "own"'
+        )
     file.write_text(text)
     assert main(["experiment", str(file), "--output", str(tmp_path / "out")]) == 2
     assert reason in capsys.readouterr().err
@@ -172,7 +180,7 @@ def test_each_variant_has_all_arms_with_its_settings(file):
 
 def test_an_arm_may_have_fewer_clients(file, render):
     text = EXPERIMENT.replace('measure = "article"', 'measure = "distance"')
-    file.write_text(text.replace('"bare", ', "").replace("heat-map = true", ""))
+    file.write_text(text.replace('"bare", ', ""))
     page = render(
         Record(arm, "global", seed, group, "distance", [3.0])
         for arm, groups in (("alone", GROUPS), ("together", GROUPS[:2]))
@@ -186,7 +194,7 @@ def test_tables_and_plots_are_made_of_results_alone(render, tmp_path):
     page = render(records(together=GROUPS))
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
     table = {row[1]: row[2:-1] for row in rows if len(row) > 2}
-    assert table[""] == [*GROUPS, "all", "all − alone", ESTIMATED, "all, published"]
+    assert table[""] == [*GROUPS, "all", "all − alone", WITHIN, "all, published"]
     none, each = (f"{n} ({n} to {n})" for n in (0, 100))
     assert table["alone, school-2"][:3] == [none, each, none]
     assert table["alone, school-2"][3].startswith("33 (")
@@ -197,10 +205,12 @@ def test_tables_and_plots_are_made_of_results_alone(render, tmp_path):
     assert (tmp_path / "articles.md").read_text() in page
     picture = (tmp_path / "articles.svg").read_text()
     assert "alone, school-3" in picture and "the same answer" not in picture
+    # A dot for each of 2 seeds of 5 models, in a panel for each group and one for all.
+    assert len(re.findall("<use .*opacity: 0.55", picture)) == 2 * 5 * 4
 
 
 def test_models_are_compared_on_own_and_others_questions(file, render):
-    file.write_text(EXPERIMENT.replace("heat-map = true", 'columns = "own"'))
+    file.write_text(EXPERIMENT.replace('columns = "groups"', 'columns = "own"'))
     personalised = [
         Record("together", client, seed, group, "article", [1.0, float(group == client)])
         for client in GROUPS
@@ -208,7 +218,7 @@ def test_models_are_compared_on_own_and_others_questions(file, render):
         for group in GROUPS
     ]
     table = cells_of(render([*records(together=GROUPS[:2]), *personalised]))
-    gains = ["own − alone", ESTIMATED, "others' − alone", ESTIMATED]
+    gains = ["own − alone", WITHIN, "others' − alone", WITHIN]
     assert table[""][1:] == ["own", "others'", *gains]
     assert table["alone"][1:3] == ["100", "0"]
     assert table["together"][1:4] == ["67", "67", "−33"] and table["together"][5] == "67"
@@ -218,7 +228,7 @@ def test_models_are_compared_on_own_and_others_questions(file, render):
 
 def test_clients_are_compared_within_their_variant(file, render):
     variants = "[variants.a]\n[variants.b]\n[arms.bare]"
-    text = EXPERIMENT.replace("heat-map = true", 'columns = "own"')
+    text = EXPERIMENT.replace('columns = "groups"', 'columns = "own"')
     file.write_text(text.replace("[arms.bare]", variants))
     both = [
         Record(r.arm, f"{v} {r.model}", r.seed, f"{v} {r.group}", "article", r.values)

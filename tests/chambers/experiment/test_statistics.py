@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
 
-from chambers.experiment.results import interval
+from chambers.intervals import are_equal, interval
 
 
 def drawn(seeds, questions, mean=0.0, seed=0, apart=0.0):
@@ -20,7 +20,7 @@ def test_the_interval_of_one_seed_is_over_questions():
     assert found.mean == pytest.approx(values.mean())
     assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.01 * error)
     assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.01 * error)
-    assert found.detectable == pytest.approx(2.8 * error, rel=0.01)
+    assert found.seeds == (found.mean,)
 
 
 def test_the_interval_of_different_seeds_is_by_student():
@@ -41,10 +41,12 @@ def test_intervals_of_three_seeds_contain_the_mean(apart, shared):
     assert sum(each.low <= 1.0 <= each.high for each in found) >= 0.93 * 400
 
 
-def test_a_detectable_mean_is_detected_four_times_in_five():
-    mean = interval([np.full(24, each) for each in (-2.0, 0.0, 2.0)]).detectable
-    found = [interval(drawn(3, 24, mean, seed, apart=2.0)) for seed in range(400)]
-    assert 0.75 <= np.mean([each.low > 0 for each in found]) <= 0.85
+def test_means_at_the_margin_are_rarely_called_equal():
+    def equal(mean):
+        found = [are_equal(drawn(12, 24, mean, seed, apart=0.2), 0.4) for seed in range(400)]
+        return sum(found) / 400
+
+    assert equal(0.4) <= 0.05 and equal(-0.4) <= 0.05 and equal(0.0) >= 0.95
 
 
 def test_questions_that_all_seeds_share_count_once():
