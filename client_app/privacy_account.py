@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from client_app.audit import AuditLog
-from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy
+from federation.site_policy import Accountant, PolicyError, PrivacyPolicy, SitePolicy
 from finetuning.data.batching import steps_per_round
 from finetuning.settings import TrainSettings, kebab_case
 
@@ -41,18 +42,29 @@ def private_steps(
     return PrivateSteps(rate, policy.noise_multiplier, rounds * steps_per_round(rows, settings))
 
 
-def epsilon(spent: Iterable[PrivateSteps], delta: float) -> float:
-    """Return the total ε of all steps at δ, computed with Rényi differential privacy.
+def epsilon(spent: Iterable[PrivateSteps], delta: float, accountant: Accountant = "rdp") -> float:
+    """Return the total ε of all steps at δ, by Rényi or by privacy random variables (``prv``).
 
-    The bound holds for Poisson sampling, and for datasets that differ in a row that is added,
-    removed, or replaced by a row with zero gradient (Mironov, Talwar and Zhang, 2019).
+    The bounds hold for Poisson sampling, and for datasets that differ in a row that is added,
+    removed, or replaced by a row with zero gradient (Mironov, Talwar and Zhang, 2019; Gopi, Lee and
+    Wutschitz, 2021). Raise ``PolicyError`` if the accountant can't compute ε.
     """
-    from opacus.accountants import RDPAccountant
+    from opacus.accountants import PRVAccountant, RDPAccountant
 
     history = [(noise, rate, steps) for (noise, rate), steps in _total(spent).items() if steps]
-    accountant = RDPAccountant()
-    accountant.load_state_dict({"history": history, "mechanism": "rdp"})
-    return float(accountant.get_epsilon(delta))
+    if accountant == "rdp" or not history:
+        by_order = RDPAccountant()
+        by_order.load_state_dict({"history": history, "mechanism": "rdp"})
+        return float(by_order.get_epsilon(delta))
+    numerical = PRVAccountant()
+    numerical.load_state_dict({"history": history, "mechanism": "prv"})
+    try:
+        with np.errstate(divide="ignore"):  # of a sampling rate of 1
+            return float(numerical.get_epsilon(delta))
+    except (RuntimeError, ValueError) as error:
+        raise PolicyError(
+            f'ε can\'t be computed with privacy.accountant = "prv" ({error}); use "rdp"'
+        ) from error
 
 
 def _total(spent: Iterable[PrivateSteps]) -> Counter[tuple[float, float]]:
@@ -73,6 +85,7 @@ class PrivacyAccount:
     def __init__(self, policy: SitePolicy) -> None:
         assert policy.privacy.epsilon is not None
         self._epsilon, self._delta = policy.privacy.epsilon, policy.privacy.delta
+        self._accountant = policy.privacy.accountant
         self._log = AuditLog(policy.privacy.account_file, "privacy account", False)
         self._audit_log = AuditLog(policy.audit_file)
 
@@ -93,7 +106,10 @@ class PrivacyAccount:
 
     def spent(self) -> float:
         """Return the total ε of all recorded steps."""
-        return epsilon(self._entries(self._log.lines()), self._delta)
+        return self._total_epsilon(self._entries(self._log.lines()))
+
+    def _total_epsilon(self, spent: Iterable[PrivateSteps]) -> float:
+        return epsilon(spent, self._delta, self._accountant)
 
     def _entries(self, lines: Iterable[Mapping[str, Any]]) -> list[PrivateSteps]:
         """Return the entries in the account's lines, and compare them with the audit log."""
@@ -122,21 +138,21 @@ class PrivacyAccount:
 
     def _check(self, lines: Iterable[Mapping[str, Any]], steps: PrivateSteps) -> float:
         before = self._entries(lines)
-        spent = epsilon([*before, steps], self._delta)
+        spent = self._total_epsilon([*before, steps])
         if not spent <= self._epsilon:
             left = self._steps_left(before, steps)
             raise PolicyError(
                 f"the site's policy refuses {steps.steps} steps of training at a sampling rate of "
                 f"{steps.sampling_rate:.3g}: {left} are left (privacy.epsilon = {self._epsilon:g} "
                 f"at privacy.delta = {self._delta:g}; already spent: "
-                f"{epsilon(before, self._delta):.3g})"
+                f"{self._total_epsilon(before):.3g})"
             )
         return spent
 
     def _steps_left(self, before: list[PrivateSteps], steps: PrivateSteps) -> int:
         def total(count: int) -> float:
             more = PrivateSteps(steps.sampling_rate, steps.noise_multiplier, count)
-            return epsilon([*before, more], self._delta)
+            return self._total_epsilon([*before, more])
 
         return max(0, bisect_right(range(steps.steps), self._epsilon, key=total) - 1)
 

@@ -8,7 +8,7 @@ import tomllib
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import platformdirs
 from pydantic import (
@@ -66,6 +66,9 @@ class SplitPolicy(Table):
     )
 
 
+Accountant = Literal["rdp", "prv"]
+
+
 class PrivacyPolicy(Table):
     """Row-level differential privacy for training that sends adapters."""
 
@@ -85,6 +88,11 @@ class PrivacyPolicy(Table):
     )
     row_norm: PositiveFloat = Field(
         1.0, description="Maximum norm of a row's gradient; larger gradients are scaled down."
+    )
+    accountant: Accountant = Field(
+        "rdp",
+        description="How Opacus computes ε: `rdp` (Rényi), or `prv`, which is 4 to 20 % lower in "
+        "most runs, but is computed numerically, and fails for some values.",
     )
     account: AbsolutePath = Field(
         "",

@@ -1,10 +1,13 @@
 """The privacy account: ε as the library computes it, over runs and restarts, and refusals."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scipy.stats import norm
 
 from client_app.audit import AuditLog
 from client_app.privacy_account import LINE, PrivacyAccount, PrivateSteps, epsilon, private_steps
@@ -14,7 +17,7 @@ from finetuning.settings import TrainSettings
 ABOUT = {"run": "one", "round": 1}
 
 
-def terms(path: Path, epsilon: float, **changes: float) -> SitePolicy:
+def terms(path: Path, epsilon: float, **changes: Any) -> SitePolicy:
     privacy = {"epsilon": epsilon, "delta": 1e-5, "account": str(path / "privacy.jsonl"), **changes}
     return SitePolicy.model_validate({"audit-log": str(path / "audit.jsonl"), "privacy": privacy})
 
@@ -37,6 +40,34 @@ def test_epsilon_over_runs_and_restarts_is_that_of_the_library(tmp_path):
         spent = PrivacyAccount(terms(tmp_path, 100.0)).spend(part, ABOUT)
         assert spent == pytest.approx(reference.get_epsilon(1e-5), rel=1e-9)
     assert spent > 1
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "rate", "expected"), [(1.0, 0.1, 1.6845), (0.6, 0.3, 6.3253), (2.0, 0.5, 1.3536)]
+)
+def test_the_numerical_accountant_bounds_a_step_tightly(multiplier, rate, expected):
+    # ``expected`` solves δ(ε) = 1e-5, with δ(ε) = ∫ max(0, p(x) - exp(ε) q(x)) dx on a fine grid.
+    step = [PrivateSteps(rate, multiplier, 1)]
+    assert expected < epsilon(step, 1e-5, "prv") < expected + 0.02 < epsilon(step, 1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 16])
+def test_the_numerical_accountant_bounds_gaussian_noise_tightly(steps):
+    def delta(found):  # Balle and Wang (2018), theorem 8, of the composition's single Gaussian
+        shift = steps**0.5 / 2
+        below = [norm.cdf(side * shift / 2 - found / shift) for side in (1, -1)]
+        return below[0] - math.exp(found) * below[1]
+
+    found = epsilon([PrivateSteps(1.0, 2.0, steps)], 1e-5, "prv")
+    assert delta(found) < 1e-5 < delta(found - 0.02)
+
+
+def test_an_account_can_be_continued_with_the_other_accountant(tmp_path):
+    steps = PrivateSteps(0.05, 1.0, 60)
+    by_order = PrivacyAccount(terms(tmp_path, 5.0)).spend(steps, ABOUT)
+    numerical = PrivacyAccount(terms(tmp_path, 5.0, accountant="prv"))
+    assert 0.7 * by_order < numerical.spent() < 0.97 * by_order
+    assert numerical.spend(steps, ABOUT) == epsilon([steps] * 2, 1e-5, "prv")
 
 
 def test_steps_are_refused_beyond_epsilon_and_exactly_there(tmp_path):
