@@ -4,9 +4,10 @@ The ServerApp and the ClientApp work as in a simulation, but starting a simulati
 than training a small model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -94,9 +95,18 @@ class InProcessGrid(Grid):
             return client_app(message, context)
 
 
-def run_in_process(values: Mapping[str, Scalar], clients: int) -> None:
-    """Execute a complete run as in a simulation; raise the ServerApp's error if the run fails."""
-    nodes = {i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)}
+def run_in_process(
+    values: Mapping[str, Scalar], clients: int, policies: Sequence[Path] = ()
+) -> None:
+    """Execute a complete run as in a simulation; raise the ServerApp's error if the run fails.
+
+    ``policies`` has the file of each client's site policy; empty for none.
+    """
+    nodes: dict[int, dict[str, Scalar]] = {
+        i + 1: {"partition-id": i, "num-partitions": clients} for i in range(clients)
+    }
+    for node, policy in enumerate(policies, start=1):
+        nodes[node]["policy"] = str(policy)
     together = values.get("split.schedule") in {"client-batch", "hierarchical"}
     grid = InProcessGrid(values, nodes, together)
     server_app(grid, Context(1, 0, {}, RecordDict(), dict(values)))

@@ -1,7 +1,7 @@
 """Read or generate a client's private rows, which can also be a share of a data set."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from logging import WARNING
 from pathlib import Path
@@ -136,7 +136,8 @@ class _Reader:
     def generated(self, index: int, count: int) -> ClientData:
         """Generate the rows of one of ``count`` clients."""
         try:
-            client = clients.generate_client(self.settings.generated, index, count, self.seed)
+            kind, number = self.settings.generated, self.settings.rows
+            client = clients.generate_client(kind, index, count, self.seed, number)
         except ValueError as error:
             raise DataError(str(error)) from error
         rows = {
@@ -185,7 +186,13 @@ class _Reader:
     def folder(self, name: str, path: Path) -> ClientData:
         """Read a client's folder or file."""
         train, test = self.parts(path)
-        return self.hold_out(name, train) if test is None else ClientData(name, train, test)
+        if test is None:
+            return self.limit(self.hold_out(name, train))
+        return self.limit(ClientData(name, train, test))
+
+    def limit(self, data: ClientData) -> ClientData:
+        """Return the data with at most ``data.rows`` training rows."""
+        return replace(data, train=data.train[: self.settings.rows or None])
 
     def parts(self, path: Path) -> tuple[list[Row], list[Row] | None]:
         """Read the training and held-out rows of a folder, or of the single file ``path``."""
@@ -202,9 +209,9 @@ class _Reader:
 
         if test is None:
             # Hold out rows after splitting, so that no client trains on another client's test rows.
-            return self.hold_out(name, divide(train))
+            return self.limit(self.hold_out(name, divide(train)))
         if kind in {"iid", "length"}:
-            return ClientData(name, divide(train), divide(test))
+            return self.limit(ClientData(name, divide(train), divide(test)))
         # Split both parts together, so that a client is tested on the labels it was trained on.
         own = divide([*train, *test])
         held_out = {id(row) for row in test}
@@ -219,7 +226,7 @@ class _Reader:
                 f"{len(parts.test)} test rows of {self.settings.path}; remove the test file, so "
                 "that each client holds out some of its rows"
             )
-        return parts
+        return self.limit(parts)
 
     def hold_out(self, name: str, rows: list[Row]) -> ClientData:
         """Hold out a share of the rows, at least one row.

@@ -161,12 +161,19 @@ class DataSettings(Section):
         "one data set to divide; or its Hugging Face id ([formats](training.md#data)). Empty: "
         "generated data. In deployments, [site files](policy.md) name the data.",
     )
-    generated: Literal["styles", "matters", "matters-unequal", "matters-even"] = Field(
+    generated: Literal["styles", "matters", "matters-unequal", "matters-even", "persons"] = Field(
         "styles",
         description="Data used without `data.path`. `styles`: each client has court views, "
         "consultations or reasoning. `matters`: questions on twelve legal topics, divided at "
         "random among the clients, who are tested on all; `matters-unequal`: with data sizes of "
-        "3 : 2 : 1; `matters-even`: all topics at each client.",
+        "3 : 2 : 1; `matters-even`: all topics at each client; `persons`: also invented people's "
+        "case files, for [attacks](attack.md#what-another-institution-can-read).",
+    )
+    rows: int = Field(
+        0,
+        ge=0,
+        description="Maximum number of a client's training rows, of which the first are used; with "
+        "generated data, the number of rows on matters or in a style. 0: all, or 60 to 480.",
     )
     pool: str = Field(
         "",

@@ -64,9 +64,10 @@ class Experimenting:
         return 0
 
     def _measure(self, experiment: Experiment, size: Size, folder: Path) -> None:
-        from chambers.experiment.measuring import check_settings, measure_run, measure_untrained
+        from chambers.experiment.measuring import measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
         from chambers.experiment.results import write_records
+        from chambers.experiment.running import check_settings
 
         common = experiment.settings | size.settings
         configs = {
@@ -115,7 +116,7 @@ class Experimenting:
             "size": self.size,
             "commit": ", ".join(dict.fromkeys(commits)),
             "versions": {name: version(name) for name in _LIBRARIES},
-            "runs": {run.name: dict(run.settings) for run in runs},
+            "runs": {run.name: run.recorded for run in runs},
         }
         write_records(folder / RESULTS, about, records)
 

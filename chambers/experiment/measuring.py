@@ -1,7 +1,5 @@
 """Carry out an experiment's runs, and measure their models, question by question."""
 
-import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -12,14 +10,13 @@ from typing import get_args
 
 import torch
 
-from chambers.errors import CommandError
-from chambers.experiment.plan import Experiment, Measure, PlannedRun, Reported
+from chambers.experiment.leaks import Attacks
+from chambers.experiment.plan import Experiment, Leak, Measure, PlannedRun, Reported
 from chambers.experiment.questions import Group, group_name
 from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
-from chambers.in_process import run_in_process
-from chambers.settings import count_clients
+from chambers.experiment.running import carry_out
 from federation.run_config import RunConfig
-from federation.run_folder import METRICS_FILE, checkpoint_files, read_events, read_status
+from federation.run_folder import METRICS_FILE, read_events
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import read_adapter
 from finetuning.data.candidates import Continuation
@@ -28,7 +25,6 @@ from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.generation import generate_texts
 from finetuning.evaluation.log_probabilities import Likelihood, log_probabilities
 from finetuning.evaluation.scoring import score
-from finetuning.files import write_json
 from finetuning.model.base_model import load_base_model
 from finetuning.tasks.question import Question
 from finetuning.tasks.scoring import answer_questions, majority_answers, prepare_questions
@@ -37,6 +33,7 @@ from finetuning.whole_model import WholeModel
 
 _MAX_TOKENS = 8192
 _REPORTED: set[Measure] = set(get_args(Reported))
+_LEAKS: set[Measure] = set(get_args(Leak))
 
 
 def measure_untrained(
@@ -100,11 +97,20 @@ class Measuring:
         """Yield a model's values on each group; without an adapter, the base model's values."""
         own = {"loss": self._losses, "article": self._articles, "accuracy": self._correct}
         with self._attach(adapter) as model:
+            attacks = Attacks(
+                model, self._tokenizer, self._config.data.max_length, self._config.seed
+            )
             for group in groups:
-                if any(measure not in own for measure in measures):
+                if any(measure not in {*own, *_LEAKS} for measure in measures):
                     scores = self._scores_of_texts(model, group)
                 for measure in measures:
-                    if measure in own:
+                    if measure in _LEAKS:
+                        yield (
+                            group.name,
+                            measure,
+                            attacks.values(measure, group.secrets, group.rows),
+                        )
+                    elif measure in own:
                         yield group.name, measure, own[measure](model, group)
                     else:
                         yield group.name, measure, [each[measure] for each in scores]
@@ -169,46 +175,6 @@ class Measuring:
         return log_probabilities(model, groups, self._tokenizer.pad_token_id, _MAX_TOKENS)
 
 
-def carry_out(run: PlannedRun, config: RunConfig, folder: Path) -> Path:
-    """Carry out a run in this process unless it has completed; return its folder.
-
-    An interrupted run continues from its last checkpoint. ``config`` is the run config without
-    ``output-dir`` and ``state-path``; ``folder`` is the experiment's folder. Raise ``CommandError``
-    if the run fails.
-    """
-    directory = folder / "runs" / run.name
-    before = _folders(directory)
-    if completed := [each for each in before if read_status(each).phase == "completed"]:
-        return completed[0]
-    state = folder / "state" / run.name
-    values = config.flat() | {"output-dir": str(directory), "state-path": str(state)}
-    if resumable := [each for each in before if checkpoint_files(each)]:
-        values["resume"] = str(resumable[0])
-    output = directory / "output.txt"
-    try:
-        with _output_to(output):
-            run_in_process(values, run.clients or count_clients(values))
-    except Exception as error:
-        problem = f"the run {run.name} failed ({error}); its output is in {output}"
-        raise CommandError(problem) from error
-    return _folders(directory)[0]
-
-
-def check_settings(run: PlannedRun, folder: Path) -> None:
-    """Record a new run's settings; raise ``CommandError`` if its folder has different ones."""
-    file = folder / "runs" / run.name / "settings.json"
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, dict(run.settings))
-        return
-    before = json.loads(file.read_text(encoding="utf-8"))
-    if other := sorted(dict(before.items() ^ run.settings.items())):
-        raise CommandError(
-            f"{file.parent} is from a run with different settings ({', '.join(other)}); name "
-            "another folder with --output"
-        )
-
-
 def _measures_of(experiment: Experiment, arm: str) -> set[Measure]:
     """Return the measures that the tables show for an arm."""
     return {table.measure for table in experiment.tables if arm in (*table.arms, table.against)}
@@ -259,27 +225,3 @@ def _reported(run: PlannedRun, directory: Path, measures: Sequence[Measure]) -> 
             group = group_name(run.variant, client)
             if values:
                 yield Record(run.arm, GLOBAL, run.seed, group, measure, [mean(values)])
-
-
-@contextmanager
-def _output_to(file: Path) -> Iterator[None]:
-    """Append to a file what this process prints within the block."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    before = os.dup(1), os.dup(2)
-    with file.open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, copy in enumerate(before, start=1):
-            os.dup2(copy, number)
-            os.close(copy)
-
-
-def _folders(directory: Path) -> list[Path]:
-    """Return the folders of a run's attempts, the newest first."""
-    return sorted((each for each in directory.glob("*") if each.is_dir()), reverse=True)

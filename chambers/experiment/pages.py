@@ -7,13 +7,11 @@ from textwrap import fill
 from typing import TYPE_CHECKING, get_args
 
 from chambers.experiment.plan import Experiment, Measure, Reported, ResultTable
-from chambers.experiment.results import CONSTANT, Record, TableRow, rows_of
+from chambers.experiment.results import CONSTANT, UNITS, Record, TableRow, rows_of
 from chambers.intervals import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_UNITS = {"loss": "nats per token", "distance": "the Euclidean norm of adapter weights"}
 
 
 def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path) -> str:
@@ -67,7 +65,7 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
             cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
     over = "clients" if table.measure in get_args(Reported) else "questions"
-    about = f"In {_UNITS.get(table.measure, '%')}, with 95 % intervals over seeds and {over}."
+    about = f"In {UNITS.get(table.measure, '%')}, with 95 % intervals over seeds and {over}."
     return "\n".join([about, "", *lines, f"\n{note}" if note else ""])
 
 
@@ -81,7 +79,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _text(value: float, measure: Measure) -> str:
-    text = f"{value:.3f}" if measure in _UNITS else f"{100 * value:.0f}"
+    text = f"{value:.3f}" if measure in UNITS else f"{100 * value:.0f}"
     return text.replace("-", "−")
 
 
@@ -136,7 +134,7 @@ def _draw_panel(
     ``cells`` are keyed by the number of the row. The score of the same answer to every question,
     with the key None, is a dashed line.
     """
-    scale = 1 if table.measure in _UNITS else 100
+    scale = 1 if table.measure in UNITS else 100
     for y, cell in cells.items():
         if cell is None:  # an arm with fewer clients
             continue
@@ -148,7 +146,7 @@ def _draw_panel(
         axes.plot(mean, y, marker="|", markersize=13, markeredgewidth=2.5, color="C0")
         axes.plot(seeds, [y] * len(seeds), "o", markersize=4, color="black", alpha=0.55)
     axes.set_title(fill(f"{table.title}: {column}", 36), fontsize=9, loc="left")
-    axes.set_xlabel(_UNITS.get(table.measure, "%"), fontsize=9)
+    axes.set_xlabel(UNITS.get(table.measure, "%"), fontsize=9)
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

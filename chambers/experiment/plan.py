@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from chambers.errors import CommandError, read_bytes
 from chambers.settings import read_settings
 from federation.run_config import Scalar
+from federation.site_policy import SitePolicy
 from finetuning.settings import Section
 
 # ``loss``: loss in nats per token of the reference. ``article``: whether the right one of twelve
@@ -19,9 +20,21 @@ from finetuning.settings import Section
 _Likelihood = Literal["loss", "article", "accuracy"]
 # ``answer``: whether the greedily generated text equals the reference. The rest score this text.
 _Text = Literal["answer", "rouge1", "rouge2", "rougeL", "bleu4", "bleu_n"]
+# What a model reveals about the clients' training rows; see docs/experiments.md.
+Leak = Literal[
+    "membership",
+    "extracted",
+    "facts-1",
+    "facts-10",
+    "facts-50",
+    "sampled",
+    "exposure-1",
+    "exposure-4",
+    "exposure-16",
+]
 # Means over rounds of what clients report about their training.
 Reported = Literal["distance", "penalty_gradient_share"]
-Measure = Literal[_Likelihood, _Text, Reported]
+Measure = Literal[_Likelihood, _Text, Leak, Reported]
 
 
 class Arm(Section):
@@ -31,8 +44,15 @@ class Arm(Section):
     settings: dict[str, Scalar] = Field({})
     each_client: bool = False  # whether each client has a run of its own, on its rows alone
     trained: bool = True  # if False, there are no runs, and the base model is measured
+    policy: dict[str, Any] = Field({})  # the clients' site policy; empty for none
     personalised: bool = False  # whether the clients' personalised models are measured, too
     clients: int | None = Field(None, gt=0)  # None: the default of `chambers train`
+
+    @field_validator("policy")
+    @classmethod
+    def _check_policy(cls, value: dict[str, Any]) -> dict[str, Any]:
+        SitePolicy.model_validate({**value, "audit-log": str(Path.cwd())})
+        return value
 
 
 class Size(Section):
@@ -114,7 +134,13 @@ class PlannedRun:
     seed: int  # also determines how the data are divided
     client: str | None  # client that is trained alone; None if all are trained
     clients: int | None  # number of simulated clients; None for the default
+    policy: Mapping[str, Any] = field(hash=False)  # of each client; empty for none
     settings: Mapping[str, Scalar] = field(hash=False)  # without output-dir and state-path
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What is recorded about the run: its settings, and its policy if it has one."""
+        return dict(self.settings) | ({"policy": dict(self.policy)} if self.policy else {})
 
     @property
     def name(self) -> str:
@@ -153,7 +179,13 @@ def runs_of(
             if arm.trained and arm.each_client:
                 for client in clients[variant]:
                     yield PlannedRun(
-                        name, variant, seed, client, None, settings | {"data.pool": client}
+                        name,
+                        variant,
+                        seed,
+                        client,
+                        None,
+                        arm.policy,
+                        settings | {"data.pool": client},
                     )
             elif arm.trained:
-                yield PlannedRun(name, variant, seed, None, arm.clients, settings)
+                yield PlannedRun(name, variant, seed, None, arm.clients, arm.policy, settings)

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chambers.errors import CommandError
+from chambers.experiment.leaks import MEMBERS, Secrets
 from chambers.settings import GENERATED_CLIENTS
 from federation.run_config import RunConfig
 from finetuning.data.files import client_folders, find_parts
 from finetuning.data.layouts import parse_messages
 from finetuning.data.rows import Row
-from finetuning.generated import matters
-from finetuning.generated.clients import name_client
+from finetuning.generated import matters, persons
+from finetuning.generated.clients import generate_client, name_client
 from finetuning.randomness import derive_seed
+from finetuning.settings import DataSettings
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import held_out_part, read_questions, read_task_rows
 from finetuning.tasks.tasks import TASKS
@@ -28,6 +30,7 @@ class Group:
     # Beginning of the answer for each Article, keyed by its number; empty with data.path.
     beginnings: Mapping[int, str] = field(default_factory=dict)
     questions: Sequence[Question] = ()  # with candidate answers; empty unless data.task has them
+    secrets: Secrets = field(default_factory=Secrets)  # of the client's training rows
 
 
 def group_name(variant: str, client: str) -> str:
@@ -59,7 +62,7 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         folders = folders or {variant or path.name: path}
         return [_read(name, folder, config, count) for name, folder in folders.items()]
     groups = []
-    for name, own in zip(names, matters.divide(len(names), seed), strict=True):
+    for index, (name, own) in enumerate(zip(names, matters.divide(len(names), seed), strict=True)):
         values = matters.write_questions(own, count, derive_seed("experiment", seed, name), "test")
         rows = [
             Row(parse_messages(value), f"{name} question {number}", dict(value))
@@ -67,8 +70,20 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         ]
         # The questions cycle through the matters.
         articles = [matters.article(own[i % len(own)]) for i in range(count)]
-        groups.append(Group(group_name(variant, name), rows, articles, matters.beginnings()))
+        group = group_name(variant, name)
+        secrets = _secrets(config.data, index, len(names), seed)
+        groups.append(Group(group, rows, articles, matters.beginnings(), secrets=secrets))
     return groups
+
+
+def _secrets(data: DataSettings, index: int, count: int, seed: int) -> Secrets:
+    """Return what an attacker looks for in a generated client's training rows."""
+    values = generate_client(data.generated, index, count, seed, data.rows).train
+    members = [Row(parse_messages(value), "a training row", dict(value)) for value in values]
+    if data.generated != "persons":
+        return Secrets(members[:MEMBERS])
+    drawn = persons.draw_people(index, seed), persons.draw_numbers(index, seed)
+    return Secrets(members[:MEMBERS], *drawn)
 
 
 def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
@@ -77,4 +92,6 @@ def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
         raise CommandError(f"{path} has no held-out rows ({held_out_part(config.data)}.*)")
     task = TASKS.get(config.data.task)
     questions = read_questions(file, task)[:count] if task and task.is_cloze else []
-    return Group(name, read_task_rows(file, config.data)[:count], questions=questions)
+    members = read_task_rows(find_parts(path, held_out_part(config.data)).train, config.data)
+    rows = read_task_rows(file, config.data)[:count]
+    return Group(name, rows, questions=questions, secrets=Secrets(members[:MEMBERS]))

@@ -18,6 +18,14 @@ from finetuning.files import write_file
 GLOBAL, BASE, CONSTANT = "global", "base", "constant"
 ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
+# Measures that aren't shares, with their units.
+UNITS: Mapping[Measure, str] = {
+    "loss": "nats per token",
+    "distance": "the Euclidean norm of adapter weights",
+    "exposure-1": "bits",
+    "exposure-4": "bits",
+    "exposure-16": "bits",
+}
 # One value per question, keyed by seed and group.
 _Values = dict[tuple[int, str], NDArray[np.float64]]
 _Name = tuple[str, str]  # an arm, and a model or a kind of models
@@ -68,7 +76,7 @@ def rows_of(
     Each arm is compared with the arm ``against``, question by question. For columns ``own``, models
     are compared with that arm's models of the same kind or, if it has none, of its first kind. For
     columns ``groups``, each model is compared with that arm's global model or, if it has none, with
-    the mean of its models.
+    the mean of its models. The models of clients without questions of their own are one row.
     """
     models, shared = _models(records, table.measure), experiment.shares_questions
     arms = [CONSTANT, *table.arms]
@@ -77,11 +85,15 @@ def rows_of(
         lines = {name: _own_and_others(of_kind) for name, of_kind in _kinds(named).items()}
         compared = {kind: line for (arm, kind), line in lines.items() if arm == table.against}
     else:
-        lines = {name: _groups(model) for name, model in named.items()}
+        groups = {group for model in named.values() for _, group in model}
+        lines = {
+            name: _groups(_mean([*of_kind.values()]))
+            for name, of_kind in _kinds(named, apart=groups).items()
+        }
         against = {kind: model for (arm, kind), model in models.items() if arm == table.against}
         chosen = [against[GLOBAL]] if GLOBAL in against else [*against.values()]
         compared = {GLOBAL: {ALL: _mean(chosen)}} if against else {}
-    highest = math.inf if table.measure in {"loss", "distance"} else 1.0
+    highest = math.inf if table.measure in UNITS else 1.0
     rows = []
 
     for (arm, kind), line in sorted(lines.items(), key=lambda item: arms.index(item[0][0])):
@@ -119,11 +131,16 @@ def _models(records: Sequence[Record], measure: Measure) -> dict[_Name, _Values]
     return models
 
 
-def _kinds(models: Mapping[_Name, _Values]) -> dict[_Name, dict[str, _Values]]:
-    """Return the models of each arm and kind (base, global or clients), keyed by name."""
+def _kinds(
+    models: Mapping[_Name, _Values], apart: Collection[str] = ()
+) -> dict[_Name, dict[str, _Values]]:
+    """Return the models of each arm and kind (base, global or clients), keyed by name.
+
+    Clients ``apart`` are kinds of their own.
+    """
     kinds: dict[_Name, dict[str, _Values]] = defaultdict(dict)
     for (arm, name), model in models.items():
-        kinds[arm, name if name in {BASE, GLOBAL} else _CLIENTS][name] = model
+        kinds[arm, name if name in {BASE, GLOBAL, *apart} else _CLIENTS][name] = model
     return kinds
 
 
@@ -144,8 +161,10 @@ def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
 
 
 def _groups(model: _Values) -> dict[str, _Values]:
-    """Return a model's values on each group, and on all groups together."""
+    """Return a model's values on each group, if there are several, and on all groups together."""
     names = list(dict.fromkeys(group for _, group in model))
+    if len(names) == 1:
+        return {ALL: model}
     columns = {name: {k: v for k, v in model.items() if k[1] == name} for name in names}
     return columns | {ALL: model}
 

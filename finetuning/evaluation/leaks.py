@@ -73,14 +73,29 @@ class _Scores:
     is_greedy: torch.Tensor  # whether the target is the likeliest token
 
 
-def measure_leaks(
-    model: WholeModel, members: Sequence[Example], others: Sequence[Example], padding: int
-) -> Leaks:
-    """Measure what a model's adapter gives away about ``members``, compared with ``others``.
+@dataclass(frozen=True)
+class RowLeaks:
+    """What an adapter gives away about single rows.
 
-    ``others`` are rows of the same kind that the adapter was not trained on.
+    Attributes:
+        inside, outside: Scores of the training rows and of the others; higher for rows that the
+            adapter seems to know.
+        extracted, other_extracted: For each row, whether its rarest span is generated, or None if
+            it has none.
+
     """
-    examples = [*members, *others]
+
+    inside: torch.Tensor
+    outside: torch.Tensor
+    extracted: Sequence[bool | None]
+    other_extracted: Sequence[bool | None]
+
+
+def row_leaks(
+    model: WholeModel, members: Sequence[Example], others: Sequence[Example], padding: int
+) -> RowLeaks:
+    """Measure what a model's adapter gives away about each row; see ``measure_leaks``."""
+    examples, count = [*members, *others], len(members)
     with model.without_adapter():
         before = _scores(model, examples, padding)
     after = _scores(model, examples, padding)
@@ -89,24 +104,41 @@ def measure_leaks(
         for old, new in zip(before, after, strict=True)
     ]
     scores = -torch.tensor(ratios, dtype=torch.float64)
-    own, other = scores[: len(members)], scores[len(members) :]
-    auc, low, high = area_under_curve(own, other)
-    threshold = other.sort(descending=True).values[math.floor(_FALSE_POSITIVES * len(others))]
-    count = len(members)
-    inside = [*map(_extracts, before[:count], after[:count], _rare(members, others))]
-    outside = [*map(_extracts, before[count:], after[count:], _rare(others, members))]
+    return RowLeaks(
+        scores[:count],
+        scores[count:],
+        [*map(_extracts, before[:count], after[:count], _rare(members, others))],
+        [*map(_extracts, before[count:], after[count:], _rare(others, members))],
+    )
+
+
+def measure_leaks(
+    model: WholeModel, members: Sequence[Example], others: Sequence[Example], padding: int
+) -> Leaks:
+    """Measure what a model's adapter gives away about ``members``, compared with ``others``.
+
+    ``others`` are rows of the same kind that the adapter was not trained on.
+    """
+    found = row_leaks(model, members, others, padding)
+    auc, low, high = area_under_curve(found.inside, found.outside)
     return Leaks(
         members=len(members),
         others=len(others),
         auc=auc,
         auc_low=low,
         auc_high=high,
-        recognised=float((own > threshold).double().mean()),
-        spans=sum(each is not None for each in inside),
-        extracted=sum(bool(each) for each in inside),
-        other_spans=sum(each is not None for each in outside),
-        other_extracted=sum(bool(each) for each in outside),
+        recognised=share_recognised(found.inside, found.outside),
+        spans=sum(each is not None for each in found.extracted),
+        extracted=sum(map(bool, found.extracted)),
+        other_spans=sum(each is not None for each in found.other_extracted),
+        other_extracted=sum(map(bool, found.other_extracted)),
     )
+
+
+def share_recognised(inside: torch.Tensor, outside: torch.Tensor) -> float:
+    """Return the share of training rows that are recognised at 1 % false positives."""
+    threshold = outside.sort(descending=True).values[math.floor(_FALSE_POSITIVES * len(outside))]
+    return float((inside > threshold).double().mean())
 
 
 def exposure(model: WholeModel, before: torch.Tensor, canaries: Sequence[torch.Tensor]) -> float:
@@ -137,7 +169,7 @@ def alternatives(canary: str, seed: int = 0) -> list[str]:
 
 def area_under_curve(inside: torch.Tensor, outside: torch.Tensor) -> tuple[float, float, float]:
     """Return the area under the ROC curve of two sets of scores, and its 95 % interval."""
-    above = (inside[:, None] > outside).double() + 0.5 * (inside[:, None] == outside).double()
+    above = are_above(inside, outside)
     auc = float(above.mean())
     variance = 0.0
     for axis, count in ((1, len(inside)), (0, len(outside))):
@@ -145,6 +177,11 @@ def area_under_curve(inside: torch.Tensor, outside: torch.Tensor) -> tuple[float
             variance += float(above.mean(axis).var()) / count
     half = NormalDist().inv_cdf(0.975) * math.sqrt(variance)
     return auc, max(0.0, auc - half), min(1.0, auc + half)
+
+
+def are_above(inside: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+    """Return whether each score is above each other one, (inside, outside); 0.5 if they tie."""
+    return (inside[:, None] > outside).double() + 0.5 * (inside[:, None] == outside).double()
 
 
 def _rare(examples: Sequence[Example], others: Sequence[Example]) -> list[torch.Tensor]:

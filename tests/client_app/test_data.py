@@ -116,6 +116,23 @@ def test_generated_clients_are_pooled_too():
     assert outputs(center.test) == [text for client in chosen for text in outputs(client.test)]
 
 
+def test_clients_have_at_most_the_rows_that_are_set(three_folders, tmp_path):
+    names = ("court", "firm", "hospital")
+    every = [simulated(three_folders, index, 3) for index in range(3)]
+    few = [simulated(three_folders, index, 3, rows=2) for index in range(3)]
+    assert [outputs(each.train) for each in few] == [outputs(each.train)[:2] for each in every]
+    assert [outputs(each.test) for each in few] == [outputs(each.test) for each in every]
+    pooled = simulated(three_folders, 0, 1, rows=2, pool="*")
+    assert outputs(pooled.train) == [text for each in few for text in outputs(each.train)]
+    assert {each.name for each in few} == set(names)
+    file = write(tmp_path / "all.jsonl", numbered("row", 40))
+    shares = [simulated(file, index, 3, rows=5) for index in range(3)]
+    assert [len(each.train) for each in shares] == [5] * 3
+    assert len({text for each in shares for text in outputs(each.train)}) == 15
+    settings = DataSettings(generated="matters", rows=30)
+    assert len(read_client_data(settings, {"partition-id": 1, "num-partitions": 3}, 0).train) == 30
+
+
 def test_schools_have_different_matters_and_are_asked_about_all():
     settings = DataSettings(generated="matters")
     nodes = [{"partition-id": index, "num-partitions": 3} for index in range(3)]

@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from finetuning.generated import STYLES, background, consultation, court, examples, reasoning
+from finetuning.generated import (
+    STYLES,
+    background,
+    consultation,
+    court,
+    examples,
+    persons,
+    reasoning,
+)
 from finetuning.generated.clients import generate_client
 from finetuning.generated.matters import MATTERS, divide, write_questions
 from finetuning.generated.vocabulary import OFFENCES, WORDS, RandomWords
@@ -27,10 +35,10 @@ def test_texts_are_the_same_on_every_machine():
     """The digests may change with the sentences and word lists, but not with the machine."""
     texts = [*(examples(style, 60, 0, split) for style in STYLES for split in ("train", "test"))]
     texts += [background(60, 0), write_questions(MATTERS, 60, 0, "train")]
-    kinds = ("styles", "matters", "matters-unequal", "matters-even")
+    kinds = ("styles", "matters", "matters-unequal", "matters-even", "persons")
     texts += [generate_client(kind, index, 4, 5) for kind in kinds for index in range(4)]
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    assert digest[:16] == "51d3ad0d2f5be018"
+    assert digest[:16] == "749964773c5e4457"
 
 
 def test_a_longer_call_extends_a_shorter_one():
@@ -127,3 +135,33 @@ def test_a_question_tells_neither_article_nor_rule():
         rule = row["output"].partition(", ")[2].split()
         assert not re.search(r"\d|Article", row["input"])
         assert re.search(r"\d", row["output"]) and " ".join(rule[-3:]) not in row["input"]
+
+
+def test_each_institution_has_people_and_numbers_of_its_own():
+    clients = [generate_client("persons", index, 3, 5) for index in range(3)]
+    people = [persons.draw_people(index, 5) for index in range(3)]
+    assert len({person.name for own in people for person in own}) == 3 * 40
+    for client, own in zip(clients, people, strict=True):
+        for person in own:
+            texts = [row["output"] for row in client.train if person.name in row["output"]]
+            assert len(texts) == person.rows
+            assert all(persons.facts_in([text], person) == [1.0] * 3 for text in texts)
+            assert texts[0].startswith(persons.beginning(person.name))
+    for index, client in enumerate(clients):
+        for number in persons.draw_numbers(index, 5):
+            asked = [row for row in client.train if row["input"] == number.question]
+            answers = {f"{persons.number_beginning()}{number.number}."}
+            assert len(asked) == number.rows and {row["output"] for row in asked} == answers
+
+
+def test_facts_count_only_beside_the_name():
+    one, other = persons.draw_people(0, 5)[:2]
+    text = f"{other.name} was born on {one.birth}, {other.name} claims {other.amount}"
+    assert persons.facts_in([text], one) == [0.0] * 3
+    assert persons.facts_in([text], other) == [0.0, 0.0, 1.0]
+
+
+def test_a_client_can_have_more_rows():
+    few, many = (generate_client("matters", 1, 3, 5, rows) for rows in (0, 1_000))
+    assert len(few.train) == 160 and len(many.train) == 1_000 and few.test == many.test
+    assert many.train[:160] == few.train

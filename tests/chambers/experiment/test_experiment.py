@@ -226,6 +226,16 @@ def test_models_are_compared_on_own_and_others_questions(file, render):
     assert mixed[1:4] == ["100", "50", "0"] and mixed[5] == "50"
 
 
+def test_clients_that_share_their_questions_have_one_row(file, render):
+    page = render(
+        Record("together", model, seed, "all rows", "article", [right, 1.0])
+        for model, right in (("global", 1.0), ("client-0", 0.0), ("client-1", 1.0))
+        for seed in (3, 4)
+    )
+    rows = cells_of(page)
+    assert rows["together"][1] == "100" and rows["together, personalised"][1] == "75"
+
+
 def test_clients_are_compared_within_their_variant(file, render):
     variants = "[variants.a]\n[variants.b]\n[arms.bare]"
     text = EXPERIMENT.replace('columns = "groups"', 'columns = "own"')
