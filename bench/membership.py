@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from bench import tokens_told
@@ -30,7 +31,7 @@ from chambers.intervals import interval
 from finetuning.adapters.adapter import attach_adapter, load_state, trainable_parameters
 from finetuning.data.batching import MicroBatch, collate
 from finetuning.data.tokenization import Example
-from finetuning.evaluation.leaks import are_above, share_recognised
+from finetuning.evaluation.leaks import area_under_curve, share_recognised
 from finetuning.model.base_model import load_base_model
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.whole_model import WholeModel
@@ -52,10 +53,10 @@ class Scores:
     outside: list[torch.Tensor] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Return the AUC with its interval over rows, and the rate of true positives."""
+        """Return the AUC with its interval over rounds, and the rate of true positives."""
         pairs = zip(self.inside, self.outside, strict=True)
-        above = torch.cat([are_above(own, other).mean(1) for own, other in pairs])
-        auc = interval([above.numpy()], lowest=0.0, highest=1.0)
+        of_rounds = [area_under_curve(own, other)[0] for own, other in pairs]
+        auc = interval([np.array(of_rounds)], lowest=0.0, highest=1.0)
         recognised = share_recognised(torch.cat(self.inside), torch.cat(self.outside))
         text = f"{100 * auc.mean:.0f} % ({100 * auc.low:.0f} to {100 * auc.high:.0f})"
         return f"{text}, {100 * recognised:.0f} %"

@@ -14,7 +14,7 @@ BySeed = Sequence[NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval."""
+    """A mean with its confidence interval, which is NaN if there is only one value."""
 
     mean: float  # mean over seeds of the means over questions
     low: float
@@ -45,6 +45,8 @@ def interval(
     errors = np.array([_error(np.array(means)), of_questions])
     quantiles = t.ppf((1 + confidence) / 2, [max(1, len(means) - 1), max(1, freedom)])
     half, mean = float(np.linalg.norm(errors * quantiles)), float(np.mean(means))
+    if sum(counts) == 1:
+        return Interval(mean, math.nan, math.nan, tuple(means))
     return Interval(mean, max(lowest, mean - half), min(highest, mean + half), tuple(means))
 
 

@@ -47,6 +47,10 @@ def read_client_data(settings: DataSettings, node: Mapping[str, Scalar], seed: i
                 f'data.pool = "{settings.pool}" is for simulations, but this SuperNode has rows of '
                 "its own"
             )
+        if settings.rows:
+            raise DataError(
+                f"data.rows = {settings.rows} is for simulations; a site uses all of its rows"
+            )
         return reader.folder(str(node["name"]), Path(str(node["data-path"])))
     index, count = int(node["partition-id"]), int(node["num-partitions"])
     if settings.pool:

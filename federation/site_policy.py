@@ -91,8 +91,8 @@ class PrivacyPolicy(Table):
     )
     accountant: Accountant = Field(
         "rdp",
-        description="How Opacus computes ε: `rdp` (Rényi), or `prv`, which is 4 to 20 % lower in "
-        "most runs, but is computed numerically, and fails for some values.",
+        description="How Opacus computes ε: `rdp` (Rényi), or `prv`, whose ε is usually 4 to 20 % "
+        "lower, but is computed numerically, which fails for some values.",
     )
     account: AbsolutePath = Field(
         "",

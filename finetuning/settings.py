@@ -173,7 +173,8 @@ class DataSettings(Section):
         0,
         ge=0,
         description="Maximum number of a client's training rows, of which the first are used; with "
-        "generated data, the number of rows on matters or in a style. 0: all, or 60 to 480.",
+        "generated data, the number of rows on matters or in a style. 0: all rows or, with "
+        "generated data, its default. Only for simulations.",
     )
     pool: str = Field(
         "",
@@ -242,6 +243,12 @@ class DataSettings(Section):
         """The names in `COLUMNS` of ``columns``, by the file's columns; empty without them."""
         pairs = [pair.partition("=") for pair in self.columns.split(",") if pair.strip()]
         return {own.strip(): known.strip() for known, _, own in pairs}
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> "DataSettings":
+        if self.rows and self.generated == "matters-unequal":
+            raise ValueError('data.rows: data.generated = "matters-unequal" has sizes of its own')
+        return self
 
     @model_validator(mode="after")
     def _names_columns(self) -> "DataSettings":

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from typing import Annotated
 import typer
 
 from chambers.errors import CommandError
-from chambers.experiment.plan import Experiment, Size, read_experiment, runs_of
+from chambers.experiment.plan import Experiment, Measure, Size, read_experiment, runs_of
 from chambers.settings import count_clients, with_absolute_paths, with_least_nodes
 from chambers.sources import argument, count, option
 from federation.run_config import RunConfig, Scalar, parse_run_config
 
 RESULTS = "results.jsonl"
+_OF_PERSONS = ("facts", "sampled", "exposure")
 _LIBRARIES = ("chambers", "flwr", "torch", "transformers", "peft")
 
 
@@ -31,7 +32,7 @@ class Experimenting:
       chambers experiment experiments/code-of-the-province.toml --size small --jobs 2
 
     FILE lists runs, seeds, measures and tables, as docs/experiments.md describes. The command
-    writes results.jsonl, the tables as Markdown, and heat maps as SVG to the output folder.
+    writes results.jsonl, the tables as Markdown, and plots as SVG to the output folder.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     file: Annotated[Path, argument("FILE.toml")]
@@ -127,7 +128,8 @@ class Experimenting:
         values = with_absolute_paths(settings)
         try:
             sample = parse_run_config(with_least_nodes(values))
-            values.setdefault("min-nodes", sample.sampled(clients or count_clients(values)))
+            training = (clients or count_clients(values)) - len(sample.excluded)
+            values.setdefault("min-nodes", sample.sampled(training))
             return parse_run_config(values)
         except ValueError as error:
             raise CommandError(f"{self.file}: {place}: {error}") from error
@@ -140,6 +142,8 @@ class Experimenting:
         for config in configs.values():
             if config.data.path and "article" in measures:
                 raise CommandError(f"{self.file}: the measure article can't be used with data.path")
+            if (problem := _problem_of_leaks(measures, config)) is not None:
+                raise CommandError(f"{self.file}: {problem}")
             if len(client_names(config)) < 2 and any(t.columns == "own" for t in experiment.tables):
                 raise CommandError(
                     f'{self.file}: columns = "own" needs several clients with data of their own'
@@ -149,6 +153,20 @@ class Experimenting:
                 raise CommandError(
                     f"{self.file}: the measure accuracy needs a data.task with candidate answers"
                 )
+
+
+def _problem_of_leaks(measures: Collection[Measure], config: RunConfig) -> str | None:
+    """Return why what models reveal can't be measured with a data set; None if it can."""
+    from chambers.experiment.questions import client_names
+
+    kind = "" if config.data.path else config.data.generated
+    if kind != "persons" and any(each.startswith(_OF_PERSONS) for each in measures):
+        return f'the measures {", ".join(_OF_PERSONS)} need data.generated = "persons"'
+    if "membership" in measures and (kind == "persons" or not client_names(config)):
+        return "the measure membership needs matters, or a folder for each client"
+    if "extracted" in measures and (kind or not client_names(config)):
+        return "the measure extracted needs a folder for each client"
+    return None
 
 
 def _set_up(jobs: int) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from finetuning.data.prompts import chat_prompt
 from finetuning.data.rows import Row
 from finetuning.data.tokenization import tokenize
 from finetuning.evaluation.generation import generate_texts, sampling
-from finetuning.evaluation.leaks import alternatives, are_above, exposure, row_leaks
+from finetuning.evaluation.leaks import alternatives, area_under_curve, exposure, row_leaks
 from finetuning.generated import persons
 from finetuning.generated.persons import AccessNumber, Person
 from finetuning.generated.vocabulary import RandomWords
@@ -44,11 +46,11 @@ class Attacks:
     def values(self, leak: Measure, secrets: Secrets, held_out: Sequence[Row]) -> list[float]:
         """Return the values of an attack on one client's training rows.
 
-        ``membership``: for each row, the share of held-out rows with lower scores. ``extracted``:
-        whether a row's rarest span is generated. ``facts-N``: for each fact about a person with N
-        rows, whether it is generated after the person's name; ``sampled``: for all people, whether
-        one of 500 sampled texts has it, without asking for the name. ``exposure-N``: bits of the
-        access number with N rows.
+        ``membership``: the AUC of all rows. ``extracted``: for each row, whether its rarest span is
+        generated. ``facts-N``: for each person with N rows, the share of facts that are generated
+        after the name; ``sampled``: for each person, the share of facts that are in one of 500
+        sampled texts, without asking for the name. ``exposure-N``: bits of the access number with N
+        rows.
         """
         kind, _, number = leak.partition("-")
         if kind in {"membership", "extracted"}:
@@ -56,19 +58,16 @@ class Attacks:
         if kind == "facts":
             return self._facts([p for p in secrets.people if p.rows == int(number)])
         if kind == "sampled":
-            found = [persons.facts_in(self._samples, person) for person in secrets.people]
-            return [fact for of_person in found for fact in of_person]
+            return [fmean(persons.facts_in(self._samples, each)) for each in secrets.people]
         return [self._exposure(each) for each in secrets.numbers if each.rows == int(number)]
 
     def _of_rows(self, kind: str, members: Sequence[Row], held_out: Sequence[Row]) -> list[float]:
         inside, outside = (
             tokenize(rows, self.tokenizer, self.max_length)[0] for rows in (members, held_out)
         )
-        if not hasattr(self.model.peft_model, "disable_adapter"):  # the base model knows no rows
-            return [0.5 if kind == "membership" else 0.0] * len(inside)
         found = row_leaks(self.model, inside, outside, self.tokenizer.pad_token_id)
         if kind == "membership":
-            return are_above(found.inside, found.outside).mean(1).tolist()
+            return [area_under_curve(found.inside, found.outside)[0]]
         return [float(each) for each in found.extracted if each is not None]
 
     def _facts(self, people: Sequence[Person]) -> list[float]:
@@ -76,10 +75,8 @@ class Attacks:
         beginnings = [persons.beginning(person.name) for person in people]
         prompts = self._prompts([persons.ask(draw) for _ in people], beginnings)
         texts = self._generate(prompts, {})
-        found = []
-        for person, begun, text in zip(people, beginnings, texts, strict=True):
-            found += persons.facts_in([begun + text], person)
-        return found
+        answers = map(add, beginnings, texts)
+        return [fmean(persons.facts_in([a], p)) for a, p in zip(answers, people, strict=True)]
 
     @cached_property
     def _samples(self) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from chambers.experiment.leaks import Attacks
 from chambers.experiment.plan import Experiment, Leak, Measure, PlannedRun, Reported
-from chambers.experiment.questions import Group, group_name
+from chambers.experiment.questions import Group, group_name, secrets_of
 from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
 from chambers.experiment.running import carry_out
 from federation.run_config import RunConfig
@@ -44,7 +44,7 @@ def measure_untrained(
     records = list(_constant_records(seed, groups, measures, task))
     arms = [name for name, arm in experiment.arms.items() if not arm.trained]
     if arms:
-        measuring = Measuring(config)
+        measuring = Measuring(config.model_copy(update={"seed": seed}))
         for name in arms:
             own = sorted(_measures_of(experiment, name) - _REPORTED)
             values = measuring.values(None, groups, own)
@@ -70,6 +70,7 @@ def measure_run(
     adapters = _adapters(experiment, run, directory)
     questions = {group.name: len(group.rows) for group in groups}
     about = {"measures": measures, "questions": questions, "models": list(adapters)}
+    about["run"] = directory.name
     file = directory.parent / "measured.jsonl"
     before, records = read_records(file) if file.is_file() else ({}, [])
     if before != about:
@@ -105,11 +106,9 @@ class Measuring:
                     scores = self._scores_of_texts(model, group)
                 for measure in measures:
                     if measure in _LEAKS:
-                        yield (
-                            group.name,
-                            measure,
-                            attacks.values(measure, group.secrets, group.rows),
-                        )
+                        secrets = secrets_of(self._config, group.client)
+                        found = attacks.values(measure, secrets, group.rows)
+                        yield group.name, measure, found
                     elif measure in own:
                         yield group.name, measure, own[measure](model, group)
                     else:

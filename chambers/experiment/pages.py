@@ -1,6 +1,7 @@
 """The tables and plots of an experiment: Markdown and SVG."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -24,8 +25,8 @@ def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path)
         parts.append(f"## {table.title}\n\n{text}")
         (folder / f"{table.name}.md").write_text(text, encoding="utf-8")
     for plot in experiment.plots:
-        drawn = [(each, rows_by_table[each.name]) for each in experiment.tables]
-        picture = _draw(plot.name, [(t, rows) for t, rows in drawn if t.name in plot.tables])
+        tables = {table.name: table for table in experiment.tables}
+        picture = _draw(plot.name, [(tables[name], rows_by_table[name]) for name in plot.tables])
         (folder / f"{plot.name}.svg").write_text(picture, encoding="utf-8")
     return "\n".join(parts)
 
@@ -38,7 +39,7 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
     chance = [
         column
         for column, answer in constant.items()
-        if all(row.cells[column].low <= answer.mean for row in trained if column in row.cells)
+        if not any(row.cells[column].low > answer.mean for row in trained if column in row.cells)
     ]
     columns = [column for column in columns if column not in chance]
     because = "no trained model was shown to be better than the same answer to every question"
@@ -49,15 +50,15 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
     heading = ["", *columns]
     for column in gains:
         heading.append(f"{column} − {experiment.arms[table.against or ''].label}")
-        if table.equal:
-            heading.append(f"within ±{table.equal:g}")
+        if column in table.equal:
+            heading.append(f"{column} within ±{table.equal[column]:g}")
     heading += [f"{column}, published" for column in columns if _published(table, column)]
     lines = [_line(heading), _line(["---"] * len(heading))]
     for row in rows:
         cells = [_cell(row.cells.get(column), table.measure) for column in columns]
         for column in gains:
             cells.append(_gain(row.gains.get(column), table.measure))
-            if table.equal:
+            if column in table.equal:
                 is_equal = row.equal.get(column)
                 cells.append("" if is_equal is None else "yes" if is_equal else "not shown")
         name = f"{row.arm} {row.client}" if row.client else row.arm
@@ -86,13 +87,13 @@ def _text(value: float, measure: Measure) -> str:
 def _cell(value: Interval | None, measure: Measure) -> str:
     if value is None:  # an arm with fewer clients
         return ""
-    low, high = _text(value.low, measure), _text(value.high, measure)
-    return f"{_text(value.mean, measure)} ({low} to {high})"
+    mean, low, high = (_text(each, measure) for each in (value.mean, value.low, value.high))
+    return mean if math.isnan(value.low) else f"{mean} ({low} to {high})"
 
 
 def _gain(gain: Interval | None, measure: Measure) -> str:
     text = _cell(gain, measure)
-    return text if gain is None or gain.low <= 0 <= gain.high else f"**{text}**"
+    return f"**{text}**" if gain and (gain.low > 0 or gain.high < 0) else text
 
 
 def _draw(name: str, tables: Sequence[tuple[ResultTable, Sequence[TableRow]]]) -> str:

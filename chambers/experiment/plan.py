@@ -7,12 +7,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from chambers.errors import CommandError, read_bytes
 from chambers.settings import read_settings
 from federation.run_config import Scalar
-from federation.site_policy import SitePolicy
+from federation.site_policy import PrivacyPolicy
 from finetuning.settings import Section
 
 # ``loss``: loss in nats per token of the reference. ``article``: whether the right one of twelve
@@ -44,14 +44,15 @@ class Arm(Section):
     settings: dict[str, Scalar] = Field({})
     each_client: bool = False  # whether each client has a run of its own, on its rows alone
     trained: bool = True  # if False, there are no runs, and the base model is measured
-    policy: dict[str, Any] = Field({})  # the clients' site policy; empty for none
+    privacy: PrivacyPolicy | None = None  # of the clients' site policies
     personalised: bool = False  # whether the clients' personalised models are measured, too
     clients: int | None = Field(None, gt=0)  # None: the default of `chambers train`
 
-    @field_validator("policy")
+    @field_validator("privacy")
     @classmethod
-    def _check_policy(cls, value: dict[str, Any]) -> dict[str, Any]:
-        SitePolicy.model_validate({**value, "audit-log": str(Path.cwd())})
+    def _check_privacy(cls, value: PrivacyPolicy | None) -> PrivacyPolicy | None:
+        if value and (value.epsilon is None or value.account):
+            raise ValueError("needs epsilon, and each client has an account of its own")
         return value
 
 
@@ -72,9 +73,8 @@ class ResultTable(Section):
     # ``groups``: a column per group. ``own``: one for a client's own group and one for the others'.
     columns: Literal["groups", "own"] = "groups"
     against: str | None = None  # arm with which the others are compared, question by question
-    equal: float | None = Field(
-        None, gt=0
-    )  # margin within which differences are tested for equality
+    # By column, the margin within which its differences are tested for equality.
+    equal: dict[str, PositiveFloat] = Field({})
     # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
     published: dict[str, dict[str, float]] = Field({})
 
@@ -109,6 +109,12 @@ class Experiment(Section):
                     raise ValueError(
                         f"{table.name} names the arm {arm}; the arms are {', '.join(self.arms)}"
                     )
+            if table.equal and not table.against:
+                raise ValueError(f"{table.name} has equal, but no arm to compare with: against")
+            if table.measure in {"membership", "extracted"}:
+                for arm in table.arms:
+                    if not self.arms[arm].trained:
+                        raise ValueError(f"{table.name}: {arm} has no training rows to recognise")
         names = [table.name for table in self.tables]
         for plot in self.plots:
             for name in plot.tables:
@@ -134,13 +140,16 @@ class PlannedRun:
     seed: int  # also determines how the data are divided
     client: str | None  # client that is trained alone; None if all are trained
     clients: int | None  # number of simulated clients; None for the default
-    policy: Mapping[str, Any] = field(hash=False)  # of each client; empty for none
+    privacy: PrivacyPolicy | None = field(hash=False)  # of each client's site policy
     settings: Mapping[str, Scalar] = field(hash=False)  # without output-dir and state-path
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What is recorded about the run: its settings, and its policy if it has one."""
-        return dict(self.settings) | ({"policy": dict(self.policy)} if self.policy else {})
+        """What is recorded about the run: its settings, number of clients and privacy."""
+        others: dict[str, Any] = {"clients": self.clients} if self.clients else {}
+        if self.privacy:
+            others["privacy"] = self.privacy.model_dump(by_alias=True)
+        return dict(self.settings) | others
 
     @property
     def name(self) -> str:
@@ -176,16 +185,15 @@ def runs_of(
         own = experiment.settings | size.settings | experiment.variants[variant]
         for name, arm in experiment.arms.items():
             settings = own | arm.settings | {"seed": seed}
-            if arm.trained and arm.each_client:
-                for client in clients[variant]:
-                    yield PlannedRun(
-                        name,
-                        variant,
-                        seed,
-                        client,
-                        None,
-                        arm.policy,
-                        settings | {"data.pool": client},
-                    )
-            elif arm.trained:
-                yield PlannedRun(name, variant, seed, None, arm.clients, arm.policy, settings)
+            pools = clients[variant] if arm.each_client else [None]
+            for client in pools if arm.trained else ():
+                pool = {"data.pool": client} if client else {}
+                yield PlannedRun(
+                    arm=name,
+                    variant=variant,
+                    seed=seed,
+                    client=client,
+                    clients=None if client else arm.clients,
+                    privacy=arm.privacy,
+                    settings=settings | pool,
+                )

@@ -14,7 +14,6 @@ from finetuning.data.rows import Row
 from finetuning.generated import matters, persons
 from finetuning.generated.clients import generate_client, name_client
 from finetuning.randomness import derive_seed
-from finetuning.settings import DataSettings
 from finetuning.tasks.question import Question
 from finetuning.tasks.reading import held_out_part, read_questions, read_task_rows
 from finetuning.tasks.tasks import TASKS
@@ -30,7 +29,7 @@ class Group:
     # Beginning of the answer for each Article, keyed by its number; empty with data.path.
     beginnings: Mapping[int, str] = field(default_factory=dict)
     questions: Sequence[Question] = ()  # with candidate answers; empty unless data.task has them
-    secrets: Secrets = field(default_factory=Secrets)  # of the client's training rows
+    client: str = ""  # whose training rows are attacked; empty if all clients share a data set
 
 
 def group_name(variant: str, client: str) -> str:
@@ -60,9 +59,13 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         path = Path(config.data.path).expanduser()
         folders = {group_name(variant, name): path / name for name in names}
         folders = folders or {variant or path.name: path}
-        return [_read(name, folder, config, count) for name, folder in folders.items()]
+        own_clients = names or [""]
+        return [
+            _read(name, folder, config, count, client)
+            for (name, folder), client in zip(folders.items(), own_clients, strict=True)
+        ]
     groups = []
-    for index, (name, own) in enumerate(zip(names, matters.divide(len(names), seed), strict=True)):
+    for name, own in zip(names, matters.divide(len(names), seed), strict=True):
         values = matters.write_questions(own, count, derive_seed("experiment", seed, name), "test")
         rows = [
             Row(parse_messages(value), f"{name} question {number}", dict(value))
@@ -71,27 +74,37 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         # The questions cycle through the matters.
         articles = [matters.article(own[i % len(own)]) for i in range(count)]
         group = group_name(variant, name)
-        secrets = _secrets(config.data, index, len(names), seed)
-        groups.append(Group(group, rows, articles, matters.beginnings(), secrets=secrets))
+        groups.append(Group(group, rows, articles, matters.beginnings(), client=name))
     return groups
 
 
-def _secrets(data: DataSettings, index: int, count: int, seed: int) -> Secrets:
-    """Return what an attacker looks for in a generated client's training rows."""
-    values = generate_client(data.generated, index, count, seed, data.rows).train
-    members = [Row(parse_messages(value), "a training row", dict(value)) for value in values]
-    if data.generated != "persons":
-        return Secrets(members[:MEMBERS])
-    drawn = persons.draw_people(index, seed), persons.draw_numbers(index, seed)
-    return Secrets(members[:MEMBERS], *drawn)
+def secrets_of(config: RunConfig, client: str) -> Secrets:
+    """Return what an attacker looks for in the training rows of one of a run's clients."""
+    data, most = config.data, config.data.rows or None
+    if data.path:
+        parts = find_parts(Path(data.path).expanduser() / client, held_out_part(data))
+        return Secrets(read_task_rows(parts.train, data)[:most][:MEMBERS])
+    index = client_names(config).index(client)
+    if data.generated == "persons":
+        people = persons.draw_people(index, config.seed)
+        return Secrets((), people, persons.draw_numbers(index, config.seed))
+    generated = generate_client(
+        kind=data.generated,
+        index=index,
+        count=GENERATED_CLIENTS,
+        seed=config.seed,
+        rows=data.rows,
+    )
+    values = generated.train[:MEMBERS]
+    return Secrets([Row(parse_messages(value), "a training row", dict(value)) for value in values])
 
 
-def _read(name: str, path: Path, config: RunConfig, count: int) -> Group:
+def _read(name: str, path: Path, config: RunConfig, count: int, client: str) -> Group:
     file = find_parts(path, held_out_part(config.data)).held_out
     if not file:
         raise CommandError(f"{path} has no held-out rows ({held_out_part(config.data)}.*)")
     task = TASKS.get(config.data.task)
     questions = read_questions(file, task)[:count] if task and task.is_cloze else []
-    members = read_task_rows(find_parts(path, held_out_part(config.data)).train, config.data)
-    rows = read_task_rows(file, config.data)[:count]
-    return Group(name, rows, questions=questions, secrets=Secrets(members[:MEMBERS]))
+    return Group(
+        name, read_task_rows(file, config.data)[:count], questions=questions, client=client
+    )

@@ -1,4 +1,4 @@
-"""The values that an experiment records, and the numbers of its tables and heat maps."""
+"""The values that an experiment records, and the numbers of its tables and plots."""
 
 import json
 import math
@@ -64,7 +64,7 @@ class TableRow:
     client: str | None  # client to which the model belongs, if any
     cells: Mapping[str, Interval]
     gains: Mapping[str, Interval]  # differences from the arm ``against``
-    # Whether each difference is shown to be less than the table's margin ``equal``, if it has one.
+    # Whether each difference is shown to be less than its margin, if it has one.
     equal: Mapping[str, bool]
 
 
@@ -106,8 +106,11 @@ def rows_of(
         }
         cells = {c: interval(_by_seed(v), shared, 0.0, highest) for c, v in line.items()}
         gains = {c: interval(v, shared, -highest, highest) for c, v in differences.items()}
-        margin = table.equal
-        equal = {c: are_equal(v, margin, shared) for c, v in differences.items()} if margin else {}
+        equal = {
+            column: are_equal(differences[column], margin, shared)
+            for column, margin in table.equal.items()
+            if column in differences
+        }
         client = None if kind in {BASE, GLOBAL, _CLIENTS} else kind
         label = _label(experiment, arm, kind, lines)
         rows.append(TableRow(label, arm, client, cells, gains, equal))

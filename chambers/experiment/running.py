@@ -16,6 +16,7 @@ from chambers.settings import count_clients
 from federation.run_config import RunConfig
 from federation.run_folder import checkpoint_files, read_status
 from finetuning.files import write_json
+from finetuning.model.names import public_name
 
 
 def carry_out(run: PlannedRun, config: RunConfig, folder: Path) -> Path:
@@ -37,26 +38,29 @@ def carry_out(run: PlannedRun, config: RunConfig, folder: Path) -> Path:
     try:
         with _output_to(output):
             clients = run.clients or count_clients(values)
-            run_in_process(values, clients, _write_policies(run, state, clients))
+            run_in_process(values, clients, _write_policies(run, config, state, clients))
     except Exception as error:
         problem = f"the run {run.name} failed ({error}); its output is in {output}"
         raise CommandError(problem) from error
     return _folders(directory)[0]
 
 
-def _write_policies(run: PlannedRun, state: Path, clients: int) -> list[Path]:
-    """Write a site policy for each client, with files of its own; return the policies' paths."""
+def _write_policies(run: PlannedRun, config: RunConfig, state: Path, clients: int) -> list[Path]:
+    """Write each client a site policy with the run's privacy and files of its own; return them."""
+    if run.privacy is None:
+        return []
     files = []
-    for number in range(clients if run.policy else 0):
+    for number in range(clients):
         folder = state / "sites" / str(number)
         folder.mkdir(parents=True, exist_ok=True)
-        files.append(folder / "policy.toml")
-        values = {**run.policy, "audit-log": str(folder / "audit.jsonl")}
-        values["paths"] = [*run.policy.get("paths", ()), str(state)]
-        values["privacy"] = {
-            **run.policy.get("privacy", {}),
-            "account": str(folder / "privacy.jsonl"),
+        terms = run.privacy.model_dump(by_alias=True)
+        values = {
+            "audit-log": str(folder / "audit.jsonl"),
+            "hub-models": [public_name(config.model.name)],
+            "paths": [str(state), *filter(os.path.isabs, (config.model.name, config.data.path))],
+            "privacy": terms | {"account": str(folder / "privacy.jsonl")},
         }
+        files.append(folder / "policy.toml")
         files[-1].write_text(tomli_w.dumps(values), encoding="utf-8")
     return files
 

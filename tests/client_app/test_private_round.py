@@ -79,7 +79,9 @@ def restored(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint_exists", [False, True])
+@pytest.mark.parametrize(
+    "checkpoint_exists", [pytest.param(False, marks=pytest.mark.nightly), True]
+)
 def test_a_killed_private_round_equals_an_unbroken_one(killed, tmp_path, caplog, checkpoint_exists):
     saved = random.randrange(1, STEPS) if checkpoint_exists else 0
     arguments = killed(saved, random.randrange(max(saved, 1), STEPS))
@@ -113,7 +115,9 @@ def test_a_killed_private_round_equals_an_unbroken_one(killed, tmp_path, caplog,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["policy", "adapter", "running"])
+@pytest.mark.parametrize(
+    "change", ["policy", pytest.param("adapter", marks=pytest.mark.nightly), "running"]
+)
 def test_other_inputs_and_processes_have_other_noise(killed, tmp_path, change):
     values, folders, policy = killed(1, 2)
     (file,) = (tmp_path / "state").rglob("private-round.json")

@@ -39,7 +39,7 @@ title = "Articles"
 measure = "article"
 arms = ["bare", "alone", "together"]
 against = "alone"
-equal = 0.05
+equal = { all = 0.05, own = 0.05 }
 columns = "groups"
 published = { together = { all = 71.4 } }
 [[plots]]
@@ -47,6 +47,17 @@ name = "articles"
 tables = ["articles"]
 """
 GROUPS = ("school-1", "school-2", "school-3")
+PRIVATE = """
+[arms.private]
+label = "private"
+settings = { strategy = "fedjudge-base", "evaluate.alone" = false }
+privacy = { epsilon = 20.0, delta = 1e-3, noise-multiplier = 1.0 }
+[[tables]]
+name = "membership"
+title = "Membership"
+measure = "membership"
+arms = ["private"]
+"""
 WITHIN = "within ±0.05"
 
 
@@ -85,6 +96,9 @@ def cells_of(page):
         ('"data.generated" = "matters"', "", "an experiment needs data.path"),
         ('"data.generated" = "matters"', '"data.path" = "."', "the measure article can't be"),
         ("title =", "title", "is not TOML"),
+        ('against = "alone"', "", "articles has equal, but no arm to compare with"),
+        ("trained = false", "privacy = { epsilom = 1.0 }", "arms.bare.privacy"),
+        ("trained = false", "privacy = { delta = 1e-6 }", "needs epsilon"),
         (
             '"data.generated" = "matters"',
             '"data.path" = "."\n"data.task" = "cb"',
@@ -194,7 +208,7 @@ def test_tables_and_plots_are_made_of_results_alone(render, tmp_path):
     page = render(records(together=GROUPS))
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
     table = {row[1]: row[2:-1] for row in rows if len(row) > 2}
-    assert table[""] == [*GROUPS, "all", "all − alone", WITHIN, "all, published"]
+    assert table[""] == [*GROUPS, "all", "all − alone", f"all {WITHIN}", "all, published"]
     none, each = (f"{n} ({n} to {n})" for n in (0, 100))
     assert table["alone, school-2"][:3] == [none, each, none]
     assert table["alone, school-2"][3].startswith("33 (")
@@ -218,7 +232,7 @@ def test_models_are_compared_on_own_and_others_questions(file, render):
         for group in GROUPS
     ]
     table = cells_of(render([*records(together=GROUPS[:2]), *personalised]))
-    gains = ["own − alone", WITHIN, "others' − alone", WITHIN]
+    gains = ["own − alone", f"own {WITHIN}", "others' − alone"]
     assert table[""][1:] == ["own", "others'", *gains]
     assert table["alone"][1:3] == ["100", "0"]
     assert table["together"][1:4] == ["67", "67", "−33"] and table["together"][5] == "67"
@@ -252,7 +266,8 @@ def test_clients_are_compared_within_their_variant(file, render):
 
 def test_models_no_better_than_a_constant_are_left_out(file, render):
     same = [r for r in records(together=()) if r.arm != "alone"]
-    file.write_text(EXPERIMENT.replace('against = "alone"', "").replace('"alone", ', ""))
+    text = EXPERIMENT.replace('against = "alone"\nequal = { all = 0.05, own = 0.05 }\n', "")
+    file.write_text(text.replace('"alone", ', ""))
     page = render(same)
     groups = ", ".join((*GROUPS, "all"))
     assert f"better than the same answer to every question: {groups}." in page
@@ -266,9 +281,11 @@ def test_models_no_better_than_a_constant_are_left_out(file, render):
 def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_path, capfd):
     text = EXPERIMENT.replace("seeds = [3, 4]", "seeds = [3]")
     text = text.replace('"tiny"', f'"{checkpoint}"')
-    for words in ('[arms.alone]\nlabel = "alone"\neach-client = true\n', 'against = "alone"\n'):
+    alone = '[arms.alone]\nlabel = "alone"\neach-client = true\n'
+    for words in (alone, 'against = "alone"\n', "equal = { all = 0.05, own = 0.05 }\n"):
+        assert words in text
         text = text.replace(words, "")
-    file.write_text(text.replace('"alone", ', ""))
+    file.write_text(text.replace('"alone", ', "") + PRIVATE)
     folder = tmp_path / "out"
     words = ["experiment", str(file), "--output", str(folder)]
     # One run fails; the other one completes.
@@ -291,6 +308,12 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     assert "finished: broken" not in shown.err
     about, *lines = map(json.loads, (folder / RESULTS).read_text().splitlines())
     assert about["versions"]["torch"] and about["runs"]["together-seed-3"]["seed"] == 3
+    assert about["runs"]["private-seed-3"]["privacy"]["epsilon"] == 20.0
+    accounts = [each.read_text().splitlines() for each in folder.rglob("privacy.jsonl")]
+    assert [[json.loads(line)["noise-multiplier"] for line in own] for own in accounts] == [[1]] * 3
+    private = [line for line in lines if line["arm"] == "private"]
+    assert [(r["measure"], len(r["values"])) for r in private] == [("membership", 1)] * 3
+    lines = [line for line in lines if line not in private]
     models = {(line["arm"], line["model"]) for line in lines}
     assert models == {("constant", "base"), ("bare", "base"), ("together", "global")} | {
         ("together", g) for g in GROUPS
@@ -310,6 +333,9 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     file.write_text(f'presets = ["{preset}"]\n{whole}'.replace("rounds = 1\n", ""))
     assert main([*words, "--resume"]) == 2
     assert "settings (rounds); name another folder" in capfd.readouterr().err
+    file.write_text(whole.replace("epsilon = 20.0", "epsilon = 30.0"))
+    assert main([*words, "--resume"]) == 2
+    assert "settings (privacy); name another folder" in capfd.readouterr().err
 
 
 @pytest.mark.nightly

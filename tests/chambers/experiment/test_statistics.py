@@ -57,6 +57,12 @@ def test_questions_that_all_seeds_share_count_once():
     assert apart.high - apart.low < 0.6 * (one.high - one.low)
 
 
+def test_a_single_value_shows_nothing():
+    found = interval([np.array([0.25])])
+    assert found.mean == 0.25 and np.isnan([found.low, found.high]).all()
+    assert not are_equal([np.array([0.0])], 1.0)
+
+
 def test_an_interval_ends_at_the_possible_values():
     found = interval([np.array([1.0, 0.0, 1.0, 1.0])], lowest=0.5, highest=1.0)
     assert (found.low, found.mean, found.high) == (0.5, 0.75, 1.0)
