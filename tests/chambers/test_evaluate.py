@@ -143,7 +143,7 @@ def test_what_has_been_scored_is_kept(base, data, tmp_path, capsys):
     assert list(scores["tasks"]["xsum"]["models"]) == [str(base)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tasks_of_the_harness_over_a_lane(run_folder, base, served, data, tmp_path, capsys):
     for number, task in enumerate(HARNESS.split("---")):
         described = task.format(file=data / "CB" / "val.jsonl")

@@ -16,6 +16,7 @@ from client_app.unfinished_round import UnfinishedRound
 from strategies.participants import RefusedError, TooFewClientsError
 from tests.client_app.test_privacy import Sites, lines
 from tests.in_process import MemoryJournal
+from tests.marks import nightly
 from tests.strategies.grids import same, start
 
 STEPS, NOISE, RATE, DELTA = 6, 2.0, 4 / 24, 1e-3  # alpha has 24 rows
@@ -79,9 +80,7 @@ def restored(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "checkpoint_exists", [pytest.param(False, marks=pytest.mark.nightly), True]
-)
+@pytest.mark.parametrize("checkpoint_exists", [nightly(False), True])
 def test_a_killed_private_round_equals_an_unbroken_one(killed, tmp_path, caplog, checkpoint_exists):
     saved = random.randrange(1, STEPS) if checkpoint_exists else 0
     arguments = killed(saved, random.randrange(max(saved, 1), STEPS))
@@ -115,9 +114,7 @@ def test_a_killed_private_round_equals_an_unbroken_one(killed, tmp_path, caplog,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", ["policy", pytest.param("adapter", marks=pytest.mark.nightly), "running"]
-)
+@pytest.mark.parametrize("change", ["policy", nightly("adapter"), "running"])
 def test_other_inputs_and_processes_have_other_noise(killed, tmp_path, change):
     values, folders, policy = killed(1, 2)
     (file,) = (tmp_path / "state").rglob("private-round.json")

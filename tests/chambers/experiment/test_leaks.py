@@ -26,6 +26,7 @@ LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head"
 ADAPTER = AdapterSettings(rank=32, alpha=64, dropout=0.0, targets=LINEAR)
 
 
+@pytest.mark.slow
 def test_memorised_people_and_numbers_are_read(checkpoint):
     values = {"model.name": str(checkpoint), "data.generated": "persons", "seed": 5}
     config = parse_run_config(values)

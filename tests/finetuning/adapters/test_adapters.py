@@ -19,6 +19,7 @@ from finetuning.adapters.adapter import (
 from finetuning.adapters.model_card import model_card
 from finetuning.errors import BaseModelError
 from finetuning.settings import AdapterSettings
+from tests.marks import nightly
 
 SETTINGS = AdapterSettings(rank=3, alpha=6, targets="q_proj, v_proj")
 PREFIX = AdapterSettings(kind="prefix", prefix_length=5)
@@ -120,7 +121,7 @@ assert not ours & {name.partition(".")[0] for name in sys.modules}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [SETTINGS, PREFIX], ids=["lora", "prefix"])
+@pytest.mark.parametrize("settings", [SETTINGS, nightly(PREFIX)], ids=["lora", "prefix"])
 def test_a_saved_adapter_is_read_by_peft_alone(base, tmp_path, settings):
     state, config = initial_adapter(str(base.directory), settings, seed=0)
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from split.model.partition import partition_of
 from split.protocol.errors import LaneError
 from split.server.body import load_body
 from split.server.stage import make_tls_context, open_tls
+from tests.marks import nightly
 from tests.split.clients import (
     ADAPTER,
     SIZES,
@@ -100,7 +101,9 @@ def results_of(base, state, split, adapter, model):
     return {f"{key}/{n}": value for key, found in results.items() for n, value in found.items()}
 
 
-@pytest.mark.parametrize("what", ["serial", "client-batch", "hierarchical", "prefix", "recompute"])
+@pytest.mark.parametrize(
+    "what", [nightly("serial"), "client-batch", "hierarchical", "prefix", nightly("recompute")]
+)
 def test_stages_compute_what_one_process_computes(base, beginning, two, what):
     """To the last bit, dropout and clipping included."""
     adapter = ADAPTER.model_copy(update={"dropout": 0.3})
@@ -117,7 +120,7 @@ def test_stages_compute_what_one_process_computes(base, beginning, two, what):
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("schedule", ["serial", "client-batch"])
+@pytest.mark.parametrize("schedule", [nightly("serial"), "client-batch"])
 def test_a_killed_stage_is_named_to_the_clients(base, beginning, key, two, schedule):
     model = ModelSettings(name=str(base), dtype="float32")
     first = two["body_hosts"].partition(",")[0]
