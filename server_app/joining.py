@@ -14,6 +14,17 @@ from finetuning.generated import clients, matters
 Questions = dict[str, dict[tuple[str, str], dict[str, str]]]
 
 
+def count_rows(latest: Mapping[str, Mapping[str, Event]]) -> str:
+    """Return, in words, on how many held-out rows of each client the losses are; "" if unknown."""
+    models = [model for own in latest.values() for model in own.values() if "loss" in model]
+    counts = {model.get("examples", 0) for model in models}
+    if not counts or 0 in counts:
+        return ""
+    least, most = min(counts), max(counts)
+    rows = f"{least} row" + "s" * (least > 1) if least == most else f"{least} to {most} rows"
+    return f" of {rows} each" if len(latest) > 1 else f" of {rows}"
+
+
 def mean_losses(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, dict[str, str]]:
     """Return the mean loss of each model, over the clients for which all losses are known."""
     whole = [
@@ -26,7 +37,7 @@ def mean_losses(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, dict[str
     count = sum(len(next(iter(own.values())).get("clients", [""])) for own in whole)
     clients = f"{count} client" + "s" * (count > 1)
     return {
-        f"mean held-out loss (lower is better), {clients}": {
+        f"mean held-out loss{count_rows(latest)} (lower is better), {clients}": {
             name: f"{fmean(own[name]['loss'] for own in whole):.3f}" for name in whole[0]
         }
     }

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from federation.run_folder import METRICS_FILE, Event, read_events
 from finetuning.errors import printable
-from server_app.joining import is_on_matters
+from server_app.joining import count_rows, is_on_matters
 from server_app.report import latest_values, questions
 
 _CHARACTERS = 80  # maximum length of a text in the terminal
@@ -53,7 +53,8 @@ def _results(latest: Mapping[str, Mapping[str, Event]]) -> Table:
     """Return the table of held-out losses per client and model, with ROUGE-L if known."""
     scored = any("rougeL" in own for models in latest.values() for own in models.values())
     what = "Held-out loss and ROUGE-L" if scored else "Held-out loss"
-    table = Table(title=f"{what} (each client's lowest loss is in brackets)", box=box.SIMPLE_HEAD)
+    title = f"{what}{count_rows(latest)} (each client's lowest loss is in brackets)"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("client")
     shown = list(next(iter(latest.values()), {}))
     for model in shown:

@@ -195,13 +195,17 @@ def test_own_and_other_clients_questions_are_counted_apart(run):
     events = [
         event | {"client": client, "round": 1, "model": "global"}
         for client in ("school-1", "school-2")
-        for event in ({"event": "evaluate", "loss": 1.0}, {"event": "answers", "answers": asked})
+        for event in (
+            {"event": "evaluate", "loss": 1.0, "examples": 12},
+            {"event": "answers", "answers": asked},
+        )
     ]
     directory = run(events)
     (directory / "config.json").write_text(json.dumps(CONFIG | {"data.generated": "matters"}))
     text = "".join(check(write_report(directory)).text.split())
     assert "topicsthatonlyothershaverightanswersonowntopicsbase" in text
     assert "trainedtogether(global)0of1210of12personalised" in text
+    assert "Held-out loss of 12 rows each" in " ".join(summary(directory).split())
     assert "school-1:11morequestions" in text and "Question 5?" not in summary(directory)
 
 
