@@ -1,4 +1,4 @@
-"""What a model reveals about the clients' training rows, row by row or fact by fact."""
+"""Attacks on a model: what it reveals about the training rows of clients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
