@@ -78,6 +78,15 @@ class ResultTable(Section):
     # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
     published: dict[str, dict[str, float]] = Field({})
 
+    @model_validator(mode="after")
+    def _check_margins(self) -> "ResultTable":
+        compared = ("own", "others'") if self.columns == "own" else ("all",)
+        if not self.equal.keys() <= {*compared}:
+            raise ValueError(f"{self.name}: equal must be of {' or '.join(compared)}")
+        if self.equal and not self.against:
+            raise ValueError(f"{self.name}: equal needs against, the arm to compare with")
+        return self
+
 
 class Plot(Section):
     """A plot of tables' columns, with a panel for each; rows are those of the tables."""
@@ -109,8 +118,6 @@ class Experiment(Section):
                     raise ValueError(
                         f"{table.name} names the arm {arm}; the arms are {', '.join(self.arms)}"
                     )
-            if table.equal and not table.against:
-                raise ValueError(f"{table.name} has equal, but no arm to compare with: against")
             if table.measure in {"membership", "extracted"}:
                 for arm in table.arms:
                     if not self.arms[arm].trained:

@@ -39,7 +39,7 @@ title = "Articles"
 measure = "article"
 arms = ["bare", "alone", "together"]
 against = "alone"
-equal = { all = 0.05, own = 0.05 }
+equal = { all = 0.05 }
 columns = "groups"
 published = { together = { all = 71.4 } }
 [[plots]]
@@ -59,6 +59,7 @@ measure = "membership"
 arms = ["private"]
 """
 WITHIN = "within ±0.05"
+OWN = 'equal = { all = 0.05 }\ncolumns = "groups"', 'equal = { own = 0.05 }\ncolumns = "own"'
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ def cells_of(page):
         ('"data.generated" = "matters"', "", "an experiment needs data.path"),
         ('"data.generated" = "matters"', '"data.path" = "."', "the measure article can't be"),
         ("title =", "title", "is not TOML"),
-        ('against = "alone"', "", "articles has equal, but no arm to compare with"),
+        ('against = "alone"', "", "articles: equal needs against"),
+        ("all = 0.05", "own = 0.05", "articles: equal must be of all"),
         ("trained = false", "privacy = { epsilom = 1.0 }", "arms.bare.privacy"),
         ("trained = false", "privacy = { delta = 1e-6 }", "needs epsilon"),
         (
@@ -110,9 +112,7 @@ def test_a_wrong_file_is_refused_before_any_run(file, tmp_path, capsys, before, 
     assert before in EXPERIMENT
     text = EXPERIMENT.replace(before, after, 1)
     if "own" in reason:
-        text = text.replace('"article"', '"accuracy"').replace(
-            'columns = "groups"', 'columns = "own"'
-        )
+        text = text.replace('"article"', '"accuracy"').replace(*OWN)
     file.write_text(text)
     assert main(["experiment", str(file), "--output", str(tmp_path / "out")]) == 2
     assert reason in capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_tables_and_plots_are_made_of_results_alone(render, tmp_path):
 
 
 def test_models_are_compared_on_own_and_others_questions(file, render):
-    file.write_text(EXPERIMENT.replace('columns = "groups"', 'columns = "own"'))
+    file.write_text(EXPERIMENT.replace(*OWN))
     personalised = [
         Record("together", client, seed, group, "article", [1.0, float(group == client)])
         for client in GROUPS
@@ -252,7 +252,7 @@ def test_clients_that_share_their_questions_have_one_row(file, render):
 
 def test_clients_are_compared_within_their_variant(file, render):
     variants = "[variants.a]\n[variants.b]\n[arms.bare]"
-    text = EXPERIMENT.replace('columns = "groups"', 'columns = "own"')
+    text = EXPERIMENT.replace(*OWN)
     file.write_text(text.replace("[arms.bare]", variants))
     both = [
         Record(r.arm, f"{v} {r.model}", r.seed, f"{v} {r.group}", "article", r.values)
@@ -266,7 +266,7 @@ def test_clients_are_compared_within_their_variant(file, render):
 
 def test_models_no_better_than_a_constant_are_left_out(file, render):
     same = [r for r in records(together=()) if r.arm != "alone"]
-    text = EXPERIMENT.replace('against = "alone"\nequal = { all = 0.05, own = 0.05 }\n', "")
+    text = EXPERIMENT.replace('against = "alone"\nequal = { all = 0.05 }\n', "")
     file.write_text(text.replace('"alone", ', ""))
     page = render(same)
     groups = ", ".join((*GROUPS, "all"))
@@ -282,7 +282,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     text = EXPERIMENT.replace("seeds = [3, 4]", "seeds = [3]")
     text = text.replace('"tiny"', f'"{checkpoint}"')
     alone = '[arms.alone]\nlabel = "alone"\neach-client = true\n'
-    for words in (alone, 'against = "alone"\n', "equal = { all = 0.05, own = 0.05 }\n"):
+    for words in (alone, 'against = "alone"\n', "equal = { all = 0.05 }\n"):
         assert words in text
         text = text.replace(words, "")
     file.write_text(text.replace('"alone", ', "") + PRIVATE)
