@@ -47,7 +47,7 @@ _Values = Mapping[str, torch.Tensor]  # adapter weights, or hidden states, by na
 
 @dataclass
 class Scores:
-    """Scores of the rows of several rounds, and of other rows; one list for each round."""
+    """Scores of the rows of each round, (rows,), and of the other rows, (others,)."""
 
     inside: list[torch.Tensor] = field(default_factory=list)
     outside: list[torch.Tensor] = field(default_factory=list)
@@ -175,7 +175,10 @@ def main() -> None:
         for rows, scores in measure_membership(settings, 0, rank).items():
             cells = [scores[score].summary() for score in SCORES]
             table.add_row(str(rank), str(rows), *cells)
-    show(f"{arguments.model}; AUC with its 95 % interval, and rows told at 1 % others", table)
+    show(
+        f"{arguments.model}; AUC with its 95 % interval, and rows told at 1 % false positives",
+        table,
+    )
     table = tokens_told.make_token_table(
         [tokens_told.measure_tokens(settings, seed) for seed in range(arguments.seeds)]
     )

@@ -91,8 +91,8 @@ class PrivacyPolicy(Table):
     )
     accountant: Accountant = Field(
         "rdp",
-        description="How Opacus computes ε: `rdp` (Rényi), or `prv`, whose ε is usually 4 to 20 % "
-        "lower, but is computed numerically, which fails for some values.",
+        description="How Opacus computes ε: `rdp` (Rényi), or `prv`, a numerical method whose "
+        "ε is usually 4 to 20 % lower, but which fails for some values.",
     )
     account: AbsolutePath = Field(
         "",

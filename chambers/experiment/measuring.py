@@ -61,16 +61,20 @@ def measure_run(
 ) -> list[Record]:
     """Carry out a run, print that it has finished, and return the values of its models.
 
-    The values are stored beside the run, and are computed again if other models, measures or
-    questions are wanted.
+    The values are stored beside the run, and are computed again after another run, or if other
+    models, measures or questions are wanted.
     """
     directory = carry_out(run, config, folder)
     wanted = _measures_of(experiment, run.arm)
     measures = sorted(wanted - _REPORTED)
     adapters = _adapters(experiment, run, directory)
     questions = {group.name: len(group.rows) for group in groups}
-    about = {"measures": measures, "questions": questions, "models": list(adapters)}
-    about["run"] = directory.name
+    about = {
+        "run": directory.name,
+        "measures": measures,
+        "questions": questions,
+        "models": list(adapters),
+    }
     file = directory.parent / "measured.jsonl"
     before, records = read_records(file) if file.is_file() else ({}, [])
     if before != about:

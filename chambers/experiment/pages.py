@@ -5,14 +5,18 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from chambers.experiment.plan import Experiment, Measure, Reported, ResultTable
+from chambers.experiment.plan import Experiment, Measure, ResultTable
 from chambers.experiment.results import CONSTANT, UNITS, Record, TableRow, rows_of
 from chambers.intervals import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# What a measure has a value for, if not for each question.
+_OVER = dict.fromkeys(("distance", "penalty_gradient_share", "membership", "exposure"), "clients")
+_OVER |= dict.fromkeys(("facts", "sampled"), "people")
 
 
 def write_pages(experiment: Experiment, records: Sequence[Record], folder: Path) -> str:
@@ -65,7 +69,7 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
         for values in filter(None, (_published(table, column) for column in columns)):
             cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
-    over = "clients" if table.measure in get_args(Reported) else "questions"
+    over = _OVER.get(table.measure.partition("-")[0], "questions")
     about = f"In {UNITS.get(table.measure, '%')}, with 95 % intervals over seeds and {over}."
     return "\n".join([about, "", *lines, f"\n{note}" if note else ""])
 

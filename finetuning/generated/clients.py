@@ -40,8 +40,8 @@ def generate_client(kind: str, index: int, count: int, seed: int, rows: int = 0)
     From the fourth client on, styles repeat. A client is trained on some matters (``matters-even``:
     on all), and tested on all: the held-out rows, one per matter, begin with the next client's
     matters and end with the client's own. With ``persons``, it also has case files. ``rows`` is the
-    number of training rows on matters; 0 is the kind's. Raise a ValueError if there are more
-    clients than matters.
+    number of training rows on matters or in a style; 0 is the kind's. Raise a ValueError if there
+    are more clients than matters.
     """
     name = name_client(kind, index)
     if kind == "styles":
