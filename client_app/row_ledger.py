@@ -33,13 +33,15 @@ def record_rows(policy: SitePolicy, digests: Iterable[bytes]) -> str:
     """
     folder = _folder(policy)
     try:
-        lines = sorted(_keyed(_key(folder), digests))
-        content = "".join(f"{line}\n" for line in lines).encode()
-        name = hashlib.sha256(content).hexdigest()
-        if not (folder / name).exists():
-            with replacing(folder / name) as aside:
-                aside.write_bytes(content)
-                aside.chmod(0o600)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(folder):
+            lines = sorted(_keyed(_key(folder), digests))
+            content = "".join(f"{line}\n" for line in lines).encode()
+            name = hashlib.sha256(content).hexdigest()
+            if not (folder / name).exists():
+                with replacing(folder / name) as aside:
+                    aside.write_bytes(content)
+                    aside.chmod(0o600)
     except OSError as error:
         raise AuditError(
             f"nothing leaves this site, because its row ledger can't be written: {error.strerror}"
@@ -56,7 +58,8 @@ def find_uses(policy: SitePolicy, digests: Iterable[bytes]) -> list[Uses]:
     folder = _folder(policy)
     if not folder.exists():
         return [{} for _ in digests]
-    wanted = _keyed(_key(folder), digests)
+    with _locked(folder):
+        wanted = _keyed(_key(folder), digests)
     sets: dict[str, set[str]] = {}
     for file in folder.glob("?" * 64):
         sets[file.name] = set(wanted).intersection(file.read_text().split())
@@ -72,12 +75,14 @@ def _folder(policy: SitePolicy) -> Path:
     return policy.audit_file.parent / "rows"
 
 
+def _locked(folder: Path) -> FileLock:
+    return FileLock(folder / "key.lock", mode=0o600)
+
+
 def _key(folder: Path) -> bytes:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = folder / "key"
-    with FileLock(folder / "key.lock", mode=0o600):
-        if not file.exists():
-            write_secret(file, secrets.token_bytes(32))
+    if not file.exists():
+        write_secret(file, secrets.token_bytes(32))
     return file.read_bytes()
 
 

@@ -1,0 +1,16 @@
+"""The row ledger, written by several messages at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from client_app.row_ledger import record_rows
+from federation.site_policy import SitePolicy
+
+
+def test_messages_at_the_same_time_write_one_set_of_rows(tmp_path):
+    digests = [bytes([number]) * 32 for number in range(100)]
+    for attempt in range(20):
+        policy = SitePolicy(**{"audit-log": str(tmp_path / str(attempt) / "audit.jsonl")})
+        with ThreadPoolExecutor(8) as threads:
+            names = list(threads.map(lambda _, p=policy: record_rows(p, digests), range(8)))
+        assert len(set(names)) == 1
+        assert len((policy.audit_file.parent / "rows" / names[0]).read_text().split()) == 100
