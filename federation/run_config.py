@@ -236,8 +236,6 @@ class RunConfig(Section):
     def _can_be_split(self) -> "RunConfig":
         if not self.method.is_split:
             return self
-        if self.split.body_hosts and self.evaluate.generate:
-            raise ValueError("with split.body-hosts, evaluate.generate must be false")
         if self.split.average_every and self.split.schedule != "hierarchical":
             raise ValueError(
                 'split.average-every is for split.schedule = "hierarchical"; other schedules '

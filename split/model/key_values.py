@@ -128,6 +128,9 @@ class KeyValues:
         self._lengths = self._lengths.repeat_interleave(times)
         self._prompt = {n: value.repeat_interleave(times, 0) for n, value in self._prompt.items()}
 
+    def free(self) -> None:
+        """Do nothing, because keys and values are freed with the last reference to them."""
+
     def mask_and_positions(self, columns: int) -> dict[str, torch.Tensor]:
         """Return the attention mask and, if the model accepts any, position IDs."""
         inputs = dict(self._prompt)

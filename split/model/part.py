@@ -1,8 +1,10 @@
 """A party's part of the model: its frozen blocks and the adapters on them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +19,17 @@ from finetuning.randomness import generator_lock
 from finetuning.settings import AdapterSettings
 from split.model.partition import Partition, PartyName, blocks_of
 from split.protocol.frames import Padding
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A micro-batch between its forward pass and its backward pass."""
+
+    hidden: torch.Tensor  # (rows, columns, hidden) from the client; a leaf on the first device
+    output: torch.Tensor  # of the last block; in one process, its graph references all activations
+    passes: tuple[int, ...] = ()  # number of the forward pass at each stage; see `StagedBody`
 
 
 class Part:
@@ -80,6 +93,18 @@ class Part:
         if self.party == "head":
             return {"input_ids": to_device(tokens_or_states, self.device)}
         return {"inputs_embeds": to_device(tokens_or_states, self.device, self.dtype)}
+
+    def start(self, hidden: torch.Tensor, padding: Padding) -> Future[Activations]:
+        """Compute the blocks; the result is complete, so that errors are raised here."""
+        return _completed(Activations(hidden, self(hidden, padding)))
+
+    def propagate_back(
+        self, activations: Activations, gradient: torch.Tensor
+    ) -> Future[torch.Tensor | None]:
+        """Add to the gradients of the adapter in use, and return that for the input if wanted."""
+        if activations.output.requires_grad:
+            propagate(activations.output, gradient)
+        return _completed(activations.hidden.grad)
 
     @property
     def prefixes(self) -> BlockPrefixes | None:
@@ -204,6 +229,9 @@ class Part:
         if self.model.training != mode:
             self.model.train(mode)
 
+    def settle(self, name: str) -> None:
+        """Do nothing, because all passes are complete."""
+
     def forget(self, name: str) -> None:
         """Do nothing, because activations are freed with the tensors that refer to them."""
 
@@ -258,6 +286,12 @@ class Part:
         for path, parameter in self.model.named_parameters():
             if "lora_" in path:
                 parameter.requires_grad_(True)
+
+
+def _completed(result: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
 
 
 def propagate(output: torch.Tensor, gradient: torch.Tensor) -> None:

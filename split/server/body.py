@@ -4,32 +4,30 @@ The weights of the adapters, their gradients and optimizers are always in this p
 """
 
 import itertools
-import socket
-import ssl
-from contextlib import suppress
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finetuning.errors import BaseModelError, printable
+from finetuning.errors import BaseModelError
 from finetuning.model.base_model import outline
 from finetuning.model.fingerprint import combine_digests, fingerprint
 from finetuning.settings import AdapterSettings, ModelSettings
-from split.address import parse_address
 from split.model.devices import body_devices
 from split.model.loading import load_parts, tensors_of
-from split.model.part import Part
+from split.model.part import Activations
 from split.model.partition import Partition, partition_of
 from split.protocol.frames import Padding
+from split.server.compute import Priority
 from split.server.interfaces import Body
-from split.server.stage import (
-    Tensors,
-    make_tls_context,
-    open_tls,
-    receive_tensors,
-    send_tensors,
-)
+from split.server.stage_client import StageClient
+from split.server.staged_key_values import StagedKeyValues
 from split.settings import SplitSettings
 
 
@@ -58,78 +56,8 @@ def divide_body(partition: Partition, split: SplitSettings) -> dict[str, Partiti
     return {h: Partition(partition.blocks, a, partition.blocks - b) for h, (a, b) in pairs}
 
 
-class _StageClient:
-    """The connection to a stage, and the adapters on the stage's blocks."""
-
-    def __init__(self, address: str, key: str) -> None:
-        self.adapters: dict[str, dict[str, torch.nn.Parameter]] = {"": {}}
-        self.sent: dict[str, int] = {}  # by adapter, version of the weights at the stage
-        self._numbers = itertools.count(1)
-        self._address = address
-        try:
-            plain = socket.create_connection(parse_address(address), timeout=30.0)
-            context = make_tls_context(Path(key).expanduser(), ssl.PROTOCOL_TLS_CLIENT)
-            self.stream = open_tls(plain, context, is_server=False)
-        except (OSError, ValueError) as error:
-            hint = "does `chambers stage` run there with split.body-key, and for no other run?"
-            raise ConnectionError(
-                f"the stage at {address} can't be used: {error}; {hint}"
-            ) from error
-
-    def call(self, call: str, tensors: Tensors | None = None, **fields: Any) -> Tensors:
-        """Return a call's result; raise a RuntimeError if it failed, or a ConnectionError."""
-        try:
-            send_tensors(self.stream, tensors or {}, call=call, **fields)
-            answer, answered = receive_tensors(self.stream)
-        except OSError as error:
-            raise ConnectionError(f"the stage at {self._address} is lost: {error}") from error
-        if "error" in answered:
-            reason = printable(answered["error"])
-            raise RuntimeError(f"the stage at {self._address} failed: {reason}")
-        return answer
-
-    def run_blocks(
-        self, hidden: torch.Tensor, padding: Padding, name: str, train: bool, random: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the blocks; return the result, and the next state of the random generator."""
-        weights = self.adapters[name]
-        needed = torch.is_grad_enabled() and (hidden.requires_grad or bool(weights))
-        number = next(self._numbers) if needed else 0
-        tensors = {"hidden": hidden, "lengths": padding.lengths, "random": random}
-        version = sum(value._version for value in weights.values())  # grows with each change
-        if self.sent.get(name) != version:
-            tensors |= weights
-        fields = {"number": number, "grad": hidden.requires_grad, "train": train}
-        answer = self.call("forward", tensors, name=name, side=padding.side, **fields)
-        self.sent[name] = version
-        output = answer["hidden"], self, number, [*weights]
-        return _Graph.apply(*output, hidden, *weights.values()), answer["random"]  # type: ignore[no-untyped-call]
-
-
-class _Graph(torch.autograd.Function):
-    """Node of the autograd graph that requests the gradients for a stage's input and weights."""
-
-    @staticmethod
-    def forward(
-        context: Any,
-        output: torch.Tensor,
-        stage: _StageClient,
-        number: int,
-        names: list[str],
-        *_: Any,
-    ) -> torch.Tensor:
-        context.stage, context.number, context.names = stage, number, names
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:
-        gradients = context.stage.call("backward", {"gradient": gradient}, number=context.number)
-        names = ["hidden", *context.names]
-        return None, None, None, None, *(gradients.get(name) for name in names)
-
-
 class StagedBody:
-    """The `Body` on several hosts.
+    """The `Body` on several hosts, each of which computes another pass at the same time.
 
     Raise ``ConnectionError`` if a stage can't be used, or ``RuntimeError`` if it can't load the
     same checkpoint.
@@ -139,61 +67,143 @@ class StagedBody:
         self.hidden_size = int(outline(directory).config.hidden_size)
         self.device = torch.device("cpu")
         self._training, self._used = False, ""
-        self.stages: list[_StageClient] = []
+        # By adapter: passes that are not complete, and the error of one that failed.
+        self._changed = threading.Condition()
+        self._open: Counter[str] = Counter()
+        self._errors: dict[str, BaseException] = {}
+        self.stages: list[StageClient] = []
         digests = fingerprint(directory)
-        for host, own in divide_body(partition_of(directory, split), split).items():
-            self.stages.append(_StageClient(host, split.body_key))
-            names = [*tensors_of(directory, own, ("body",)), "config.json"]
-            expected = combine_digests({name: digests[name] for name in names})
-            stage = split.model_copy(update={"head_blocks": own.head, "tail_blocks": own.tail})
-            settings = {"model": model.model_dump(), "split": stage.model_dump()}
-            answer = self.stages[-1].call("load", expected=expected, **settings)
-            self.dtype = answer["dtype"].dtype
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            for host, own in divide_body(partition_of(directory, split), split).items():
+                self.stages.append(StageClient(host, split.body_key))
+                names = [*tensors_of(directory, own, ("body",)), "config.json"]
+                expected = combine_digests({name: digests[name] for name in names})
+                stage = split.model_copy(update={"head_blocks": own.head, "tail_blocks": own.tail})
+                settings = {"model": model.model_dump(), "split": stage.model_dump()}
+                answer = self.stages[-1].call("load", expected=expected, **settings)
+                self.dtype = answer["dtype"].dtype
+            on_failure.pop_all()
 
     def close(self) -> None:
         """Free the blocks at all stages."""
         for stage in self.stages:
-            with suppress(OSError):
-                stage.stream.close()
+            stage.close()
 
     def attach(self, settings: AdapterSettings, name: str) -> None:
         """Add an adapter; see `Part.attach`."""
         for stage in self.stages:
-            weights = stage.call("attach", name=name, adapter=settings.model_dump())
-            stage.adapters[name] = {n: torch.nn.Parameter(value) for n, value in weights.items()}
+            stage.attach(name, settings.model_dump())
 
     def trainable(self, name: str) -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights; see `Part.trainable`."""
         return dict(sorted(pair for each in self.stages for pair in each.adapters[name].items()))
 
     def remove(self, name: str) -> None:
-        """Remove an adapter."""
+        """Remove an adapter, after its passes."""
+        self._wait(name)
+        del self._open[name]
+        self._errors.pop(name, None)
         for stage in self.stages:
-            del stage.adapters[name]
-            stage.sent.pop(name, None)
-            stage.call("remove", name=name)
+            stage.remove(name)
 
     def forget(self, name: str) -> None:
         """Free the activations of an adapter's forward passes whose gradients won't come."""
+        self._wait(name)
+        self._errors.pop(name, None)
         for stage in self.stages:
             with suppress(ConnectionError):  # of a lost stage, nothing is left
                 stage.call("forget", name=name)
+
+    def settle(self, name: str) -> None:
+        """Wait for an adapter's passes; raise the error of one that failed since ``forget``."""
+        self._wait(name)
+        if name in self._errors:
+            raise self._errors[name]
 
     def use(self, name: str | None) -> None:
         """Select the adapter to compute with; None selects the base model without an adapter."""
         self._used = name or ""
 
-    def with_cache(self) -> Part:
-        """Raise a RuntimeError, because stages don't cache keys and values."""
-        raise RuntimeError("text generation does not work with split.body-hosts")
+    def with_cache(self) -> Callable[[Padding, int], StagedKeyValues]:
+        """Return what begins a batch of texts with the adapter in use."""
+        return partial(StagedKeyValues, self.stages, self._used)
 
     def train(self, mode: bool) -> None:
         """Turn dropout on or off."""
         self._training = mode
 
-    def __call__(self, hidden: torch.Tensor, padding: Padding) -> torch.Tensor:
-        """Compute all blocks; see `Part.__call__`."""
-        random = torch.get_rng_state()
-        for stage in self.stages:
-            hidden, random = stage.run_blocks(hidden, padding, self._used, self._training, random)
-        return hidden
+    def start(self, hidden: torch.Tensor, padding: Padding) -> Future[Activations]:
+        """Begin a forward pass; see `Body.start`."""
+        name, lengths, passes = self._used, padding.lengths, list[int]()
+        fields = {"side": padding.side, "train": self._training}
+        grad = torch.is_grad_enabled()
+
+        def run_blocks(at: int, states: torch.Tensor, random: torch.Tensor) -> None:
+            stage = self.stages[at]
+            states, random, number = stage.run_blocks(states, lengths, random, name, grad, **fields)
+            passes.append(number)
+            if stage is self.stages[-1]:
+                done.set_result(Activations(hidden, states, tuple(passes)))
+            else:
+                onward = partial(run_blocks, at + 1, states, random)
+                self._put(Priority.FORWARD, at + 1, done, onward)
+
+        done: Future[Activations] = self._begin(name)
+        begin = partial(run_blocks, 0, hidden, torch.get_rng_state())
+        self._put(Priority.FORWARD, 0, done, begin)
+        return done
+
+    def propagate_back(
+        self, activations: Activations, gradient: torch.Tensor
+    ) -> Future[torch.Tensor | None]:
+        """Begin a backward pass; see `Body.propagate_back`."""
+        name = self._used
+
+        def propagate(at: int, gradient: torch.Tensor) -> None:
+            before = self.stages[at].propagate_back(name, activations.passes[at], gradient)
+            if at and before is not None:
+                self._put(Priority.BACKWARD, at - 1, done, partial(propagate, at - 1, before))
+            else:
+                done.set_result(before)
+
+        done: Future[torch.Tensor | None] = self._begin(name)
+        if activations.output.requires_grad:
+            last = len(self.stages) - 1
+            self._put(Priority.BACKWARD, last, done, partial(propagate, last, gradient))
+        else:
+            done.set_result(None)
+        return done
+
+    def _begin(self, name: str) -> Future[Any]:
+        """Return the future of a new pass with an adapter."""
+
+        def note_end(done: Future[Any]) -> None:
+            with self._changed:
+                self._open[name] -= 1
+                if (error := done.exception()) is not None:
+                    self._errors.setdefault(name, error)
+                self._changed.notify_all()
+
+        with self._changed:
+            self._open[name] += 1
+        done: Future[Any] = Future()
+        done.add_done_callback(note_end)
+        return done
+
+    def _put(
+        self, priority: Priority, at: int, done: Future[Any], work: Callable[[], None]
+    ) -> None:
+        """Queue a part of a pass at a stage; the pass fails if the part does."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                done.set_exception(error)
+
+        self.stages[at].put(priority, run)
+
+    def _wait(self, name: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open[name])

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from finetuning.training.optimization import (
     make_optimizer,
     squared_norm,
 )
-from split.model.part import propagate
+from split.model.part import Activations
 from split.protocol.frames import Kind, Padding
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.compute import Priority
@@ -29,14 +29,6 @@ from split.server.session import Session
 
 # Prevents a division by 0, as in torch.nn.utils.clip_grad_norm_.
 _TINY_NORM = 1e-6
-
-
-@dataclass(frozen=True)
-class Activations:
-    """A micro-batch between its forward pass and its backward pass."""
-
-    hidden: torch.Tensor  # (rows, columns, hidden) from the client; a leaf on the first device
-    output: torch.Tensor  # output of the last block; its autograd graph references all activations
 
 
 _numbers = itertools.count()
@@ -67,8 +59,8 @@ class BodyAdapters:
 
     def run_blocks(
         self, hidden: torch.Tensor, padding: Padding, seed: int, grad: bool
-    ) -> Activations:
-        """Compute the body's blocks in training mode. ``seed`` seeds dropout.
+    ) -> Future[Activations]:
+        """Begin to compute the body's blocks in training mode. ``seed`` seeds dropout.
 
         If ``grad``, ``propagate_back`` returns the gradient for ``hidden``, (rows, columns,
         hidden).
@@ -79,20 +71,19 @@ class BodyAdapters:
         self._body.use(self.name)
         self._body.train(True)
         with drawing_from(seed):
-            return Activations(leaf, self._body(leaf, padding))
+            return self._body.start(leaf, padding)
 
     def propagate_back(
         self, activations: Activations, gradient: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Add to the adapters' gradients; return the gradient for ``hidden`` if requested."""
-        if activations.output.requires_grad:
-            self._body.use(self.name)
-            self._body.train(True)
-            propagate(activations.output, gradient)
-        return activations.hidden.grad
+    ) -> Future[torch.Tensor | None]:
+        """Begin to add to the adapters' gradients; the result is that for ``hidden`` if wanted."""
+        self._body.use(self.name)
+        self._body.train(True)
+        return self._body.propagate_back(activations, gradient)
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
+        self._body.settle(self.name)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -105,6 +96,7 @@ class BodyAdapters:
         factor, and the norm over all parties before clipping. Raise a FloatingPointError if the
         norm is not finite.
         """
+        self._body.settle(self.name)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = (squared_norm(gradients) + others) ** 0.5
         if not norm < float("inf"):
@@ -128,11 +120,12 @@ class BodyAdapters:
 
     def zero_grad(self) -> None:
         """Discard the gradients of an unfinished step, and the activations at stages."""
-        self._optimizer.zero_grad()
         self._body.forget(self.name)
+        self._optimizer.zero_grad()
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the weights of the adapters. The names must match exactly."""
+        self._body.settle(self.name)
         load_state(self.parameters, state)
 
     def export(self) -> State:
@@ -192,9 +185,12 @@ class SeparateTrainer:
         seed = derive_seed(
             "dropout", derive_seed(self._plan.seed, output.step), output.index, "body"
         )
-        activations = self._adapters.run_blocks(
+        started = self._adapters.run_blocks(
             output.hidden, output.padding, seed, self._plan.wants_gradient
         )
+        self._session.when_complete(started, partial(self._answer, output))
+
+    def _answer(self, output: HeadOutput, activations: Activations) -> None:
         self._activations[output.index] = (activations, output.budget_tokens)
         self._session.account.tokens += output.padded_tokens
         self._session.answer(output.step, output.index, activations.output)
@@ -202,7 +198,10 @@ class SeparateTrainer:
     def _propagate_back(self, gradient: OutputGradient) -> None:
         activations, budget_tokens = self._activations.pop(gradient.index)
         self._release(budget_tokens)
-        result = self._adapters.propagate_back(activations, gradient.gradient)
+        started = self._adapters.propagate_back(activations, gradient.gradient)
+        self._session.when_complete(started, partial(self._answer_gradient, gradient))
+
+    def _answer_gradient(self, gradient: OutputGradient, result: torch.Tensor | None) -> None:
         if result is not None:
             tensors = {"gradient": result}
             self._session.lane.send(Kind.GRADIENT, gradient.step, gradient.index, tensors)

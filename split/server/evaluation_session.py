@@ -108,8 +108,14 @@ class EvaluationSession(Session):
         self.lane.send(Kind.WELCOME, fields={"credits": self._credits})
 
     def _queue_forward_pass(self, batch: ForwardPass) -> None:
-        compute = partial(self._body, batch.hidden, batch.padding)
-        self.put(Priority.FORWARD, partial(self._compute, batch, compute))
+        self.put(Priority.FORWARD, partial(self._start, batch))
+
+    @torch.no_grad()
+    def _start(self, batch: ForwardPass) -> None:
+        self._body.use(self._name)
+        self._body.train(False)
+        started = self._body.start(batch.hidden, batch.padding)
+        self.when_complete(started, lambda computed: self._answer(batch, computed.output))
 
     def _queue_prompts(self, prompts: Prompts) -> None:
         self._end_texts()
@@ -144,17 +150,21 @@ class EvaluationSession(Session):
 
     @torch.no_grad()
     def _compute(
-        self, batch: ForwardPass | Prompts | CachedExtension, compute: Callable[[], torch.Tensor]
+        self, batch: Prompts | CachedExtension, compute: Callable[[], torch.Tensor]
     ) -> None:
         """Compute hidden states with the selected model, and send them; runs as a job."""
         self._body.use(self._name)
         self._body.train(False)
-        output = compute()
+        self._answer(batch, compute())
+
+    def _answer(self, batch: ForwardPass | Prompts | CachedExtension, output: torch.Tensor) -> None:
         self.account.tokens += output.shape[0] * output.shape[1]
         self._evaluation.answered += 1
         self.answer(batch.step, batch.index, output)
 
     def _free(self) -> None:
+        if self._texts is not None:
+            self._texts.key_values.free()
         self._texts = None
         self.compute.release(self._cached_tokens)
         self._cached_tokens = 0

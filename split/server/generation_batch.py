@@ -8,10 +8,12 @@ import torch
 
 from finetuning.settings import AdapterSettings
 from split.model.key_values import KeyValues
+from split.model.part import Part
 from split.protocol.evaluation import CachedExtension, Prompts
 from split.server.compute import ComputeThread
 from split.server.interfaces import Body
 from split.server.session import Account
+from split.server.staged_key_values import StagedKeyValues
 
 _MAX_COLUMNS = 2048  # of texts that share a pass; longer texts gain little from it
 _MAX_ROWS = 16  # of each lane, because a common pass copies its adapter for each row
@@ -22,7 +24,7 @@ class CachedTexts:
     """A lane's batch of texts, with the keys and values that the body's blocks have computed."""
 
     adapter: str | None  # name of the body's adapter; None for the base model
-    key_values: KeyValues
+    key_values: KeyValues | StagedKeyValues
     account: Account
 
 
@@ -36,9 +38,12 @@ class NextTokens:
 
     def may_share_pass(self, other: "NextTokens") -> bool:
         """Return whether one pass can compute both, without too much padding."""
-        lengths = self.texts.key_values.length, other.texts.key_values.length
+        own, others = self.texts.key_values, other.texts.key_values
+        if not isinstance(own, KeyValues) or not isinstance(others, KeyValues):
+            return False  # they are at stages
+        lengths = own.length, others.length
         limit = min(2 * min(lengths) + 32, _MAX_COLUMNS)
-        return self.texts.key_values.can_join and max(lengths) <= limit
+        return own.can_join and max(lengths) <= limit
 
 
 def is_next_tokens(extension: CachedExtension) -> bool:
@@ -62,7 +67,12 @@ class GenerationBatch:
     ) -> tuple[CachedTexts, torch.Tensor]:
         """Compute the blocks for prompts; return the texts and the hidden states."""
         columns = prompts.hidden.shape[1]
-        key_values = KeyValues(self.body.with_cache(), prompts.padding, columns)
+        body = self.body.with_cache()
+        key_values: KeyValues | StagedKeyValues
+        if isinstance(body, Part):
+            key_values = KeyValues(body, prompts.padding, columns)
+        else:
+            key_values = body(prompts.padding, columns)
         return CachedTexts(adapter, key_values, account), key_values.extend(prompts.hidden)
 
     def extend(self, texts: CachedTexts, extension: CachedExtension) -> torch.Tensor:
@@ -101,8 +111,9 @@ class GenerationBatch:
         texts = [request.texts for request in requests]
         hidden = [request.hidden for request in requests]
         rows = [len(states) for states in hidden]
-        with self.body.with_cache().using_together([each.adapter for each in texts], rows):
-            outputs = KeyValues.extend_together([each.key_values for each in texts], hidden)
+        caches = [own for each in texts if isinstance(own := each.key_values, KeyValues)]
+        with caches[0].part.using_together([each.adapter for each in texts], rows):
+            outputs = KeyValues.extend_together(caches, hidden)
         seconds = time.perf_counter() - started
         self._last_pass = len(requests), seconds
         # Each job is charged for its share, although the first one has computed the others' too.

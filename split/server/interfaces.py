@@ -1,6 +1,7 @@
 """Interfaces of a block server: its body, the schedule, and what trains the body for a client."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,10 +9,11 @@ import torch
 
 from finetuning.adapters.adapter import State
 from finetuning.settings import AdapterSettings
-from split.model.part import Part
+from split.model.part import Activations, Part
 from split.protocol.frames import Padding
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.session import Session
+from split.server.staged_key_values import StagedKeyValues
 
 
 class Body(Protocol):
@@ -36,20 +38,32 @@ class Body(Protocol):
     def train(self, mode: bool) -> None:
         """Turn dropout on or off."""
 
+    def start(self, hidden: torch.Tensor, padding: Padding) -> Future[Activations]:
+        """Begin a forward pass with the adapter in use.
+
+        Passes begin in the order of calls, and each stage computes them in this order. Stages work
+        on different passes at the same time; in one process, the result is complete.
+        """
+
+    def propagate_back(
+        self, activations: Activations, gradient: torch.Tensor
+    ) -> Future[torch.Tensor | None]:
+        """Begin a backward pass with the adapter in use; add to the adapter's gradients.
+
+        The result is the gradient for the input, (rows, columns, hidden), if it requires one.
+        """
+
+    def settle(self, name: str) -> None:
+        """Wait for an adapter's passes; raise the error of one that failed since ``forget``."""
+
     def forget(self, name: str) -> None:
         """Free the activations of an adapter's forward passes whose gradients won't come."""
 
-    def with_cache(self) -> Part:
-        """Return the part whose keys and values can be cached.
-
-        Raise ``RuntimeError`` if the blocks are on several hosts.
-        """
+    def with_cache(self) -> Part | Callable[[Padding, int], StagedKeyValues]:
+        """Return the part whose `KeyValues` can be cached, or what begins a cache at stages."""
 
     def close(self) -> None:
         """Free the blocks on other hosts."""
-
-    def __call__(self, hidden: torch.Tensor, padding: Padding, /) -> torch.Tensor:
-        """Compute the blocks; return the hidden states, (rows, columns, hidden)."""
 
 
 @dataclass(frozen=True)

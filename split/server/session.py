@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from finetuning.devices import memory_problem
 from split.lane.lane import Lane
 from split.protocol.errors import FrameError, LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
-from split.server.compute import ComputeThread, Job, Priority
+from split.server.compute import ComputeThread, Job, Priority, Result
 from split.settings import SplitSettings
 
 POLL_SECONDS = 1.0
@@ -40,7 +41,8 @@ class Account:
     tokens: int = 0  # number of padded tokens of all forward passes
     bytes_up: int = 0  # number of bytes from the client, on the wire
     bytes_down: int = 0
-    seconds_computing: float = 0.0  # time of jobs; on a GPU, only until their work is enqueued
+    # Time of jobs; on a GPU and with stages, only until their work is enqueued.
+    seconds_computing: float = 0.0
     seconds_queued: float = 0.0  # time that jobs waited for the compute thread
     seconds_crypto: float = 0.0
     seconds_serialisation: float = 0.0
@@ -103,6 +105,16 @@ class Session:
         with self._lock:
             self._owed += 1
         self.compute.put(_SessionJob(self, priority, work, tokens, detail))
+
+    def when_complete(self, future: Future[Result], work: Callable[[Result], None]) -> None:
+        """Call ``work`` with the result of a pass: now, or in a job when the pass is complete."""
+        if future.done():
+            work(future.result())
+            return
+        with self._lock:
+            self._owed += 1
+        job = _SessionJob(self, Priority.CLEANUP, lambda: work(future.result()))
+        future.add_done_callback(lambda _: self.compute.put(job))
 
     def note_done(self, seconds_queued: float, seconds_computing: float) -> None:
         """Record the end of one of the session's jobs, and its times."""

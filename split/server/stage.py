@@ -30,6 +30,7 @@ from split import framing
 from split.address import parse_address
 from split.lane.half_open import RefusedHandshakes, SilentStreams, network_of
 from split.model.devices import body_devices
+from split.model.key_values import KeyValues
 from split.model.loading import load_parts, locate_parts
 from split.model.part import Part
 from split.model.partition import partition_of
@@ -78,7 +79,7 @@ def open_tls(
         stream = on_failure.enter_context(
             context.wrap_socket(plain, server_side=is_server, do_handshake_on_connect=False)
         )
-        with limit(partial(_end, stream)):
+        with limit(partial(end_stream, stream)):
             stream.do_handshake()
         if not is_server and stream.recv(1) != _TURN:
             raise ConnectionError("the other end has closed the connection")
@@ -87,7 +88,8 @@ def open_tls(
         return stream
 
 
-def _end(stream: ssl.SSLSocket) -> None:
+def end_stream(stream: ssl.SSLSocket) -> None:
+    """End a connection that another thread may be using."""
     with suppress(OSError):  # the connection has already ended
         # SSLSocket's own method would let the thread that uses the stream continue without TLS.
         socket.socket.shutdown(stream, socket.SHUT_RDWR)
@@ -166,6 +168,7 @@ class _Blocks:
         self._part: Part
         # By number of the forward pass: name of the adapter, input and output.
         self._passes: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        self._texts: dict[int, KeyValues] = {}  # by number of the batch of texts
         # By name of the call, the method that takes and returns tensors by name.
         self._answers: dict[str, Callable[..., Tensors]] = {
             "load": self._load,
@@ -174,6 +177,10 @@ class _Blocks:
             "forget": self._forget,
             "forward": self._run_blocks,
             "backward": self._propagate_back,
+            "cache": self._cache,
+            "extend": self._extend,
+            "repeat": self._repeat,
+            "free": self._free,
         }
 
     def serve(self, stream: ssl.SSLSocket) -> NoReturn:
@@ -218,10 +225,7 @@ class _Blocks:
     ) -> Tensors:
         """Compute the blocks. Tensors that this method does not name are new weights."""
         hidden, lengths, random = (tensors.pop(key) for key in ("hidden", "lengths", "random"))
-        if tensors:
-            load_state(self._part.trainable(name), tensors)
-            self._forget({}, name)  # no gradients will come for passes with the old weights
-        self._part.use(name or None)
+        self._use(name, tensors)
         self._part.train(train)
         if torch.accelerator.is_available():
             set_seed(derive_seed(self._part.partition.head, random.numpy().tobytes().hex()))
@@ -232,6 +236,35 @@ class _Blocks:
         if number:
             self._passes[number] = name, hidden, output
         return {"hidden": output, "random": torch.get_rng_state()}
+
+    def _use(self, name: str, weights: Tensors) -> None:
+        """Select an adapter, with new weights if there are any."""
+        if weights:
+            load_state(self._part.trainable(name), weights)
+            self._forget({}, name)  # no gradients will come for passes with the old weights
+        self._part.use(name or None)
+
+    def _cache(self, tensors: Any, number: int, name: str, side: Any, columns: int) -> Tensors:
+        """Begin a batch of texts. Tensors that this method does not name are new weights."""
+        padding = Padding(side, tensors.pop("lengths"))
+        self._use(name, tensors)
+        self._texts[number] = KeyValues(self._part, padding, columns)
+        return {}
+
+    @torch.no_grad()
+    def _extend(self, tensors: Tensors, number: int, name: str, drop: int) -> Tensors:
+        """Compute the blocks for a batch's prompts or next tokens."""
+        self._use(name, {})
+        self._part.train(False)
+        return {"hidden": self._texts[number].extend(tensors["hidden"], drop)}
+
+    def _repeat(self, _: Tensors, number: int, times: int) -> Tensors:
+        self._texts[number].repeat(times)
+        return {}
+
+    def _free(self, _: Tensors, number: int) -> Tensors:
+        self._texts.pop(number, None)  # a batch that another stage couldn't begin
+        return {}
 
     def _propagate_back(self, tensors: Tensors, number: int) -> Tensors:
         """Return the gradients for the input and for the adapter's weights."""

@@ -26,9 +26,3 @@ def test_nothing_is_left_of_a_refused_run(values, tmp_path, change, error, reaso
 def test_an_unwritable_output_dir_is_refused(values):
     with pytest.raises(ConfigError, match=r'output-dir = "/proc/nowhere" can\'t be written to'):
         serve(values | {"output-dir": "/proc/nowhere"})
-
-
-def test_text_generation_on_several_hosts_is_refused(values):
-    change = {"strategy": "fl-glm", "split.body-hosts": "10.0.0.6:9100", "evaluate.generate": True}
-    with pytest.raises(ConfigError, match=r"evaluate\.generate must be false"):
-        serve(values | change)

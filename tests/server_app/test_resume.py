@@ -104,7 +104,6 @@ def test_a_lost_reply_does_not_change_a_resumed_run(split, tmp_path, here):
 @pytest.mark.nightly
 def test_a_run_that_lost_a_stage_resumes_with_another(split, tmp_path, here, there):
     """It ends with the stage's address, and is then equal to a run without stages."""
-    split |= {"evaluate.generate": False}
     unbroken, key = run(split | here), make_key(tmp_path)
     there |= {"split.body-key": str(key)}
     with stage(key) as (kept, _), stage(key) as (lost, process), stage(key) as (new, _):

@@ -39,11 +39,11 @@ def train_branches(body, adapter):
         branches.append(BodyAdapters(body=body, adapter=adapter, train=TRAIN, state=state))
     for step, side in enumerate(["right", "left"]):
         graphs = [
-            branch.run_blocks(hidden, Padding(side, LENGTHS), 7 + step, True)
+            branch.run_blocks(hidden, Padding(side, LENGTHS), 7 + step, True).result()
             for branch, hidden in zip(branches, given, strict=True)
         ]
         for branch, graph in zip(branches, graphs, strict=True):
-            gradient = branch.propagate_back(graph, graph.output.detach().cos())
+            gradient = branch.propagate_back(graph, graph.output.detach().cos()).result()
             results += [graph.output.detach(), gradient]
             results += [value.grad.clone() for value in branch.parameters.values()]
         for branch in branches:

@@ -32,14 +32,13 @@ from split.lane.dialling import open_lane
 from split.model.adapters import join_adapters, take_apart
 from split.model.key_values import KeyValues
 from split.model.loading import load_parts
-from split.model.part import Part
+from split.model.part import Activations, Part
 from split.model.partition import Partition, PartyName, partition_of
 from split.protocol.errors import LaneCutError
 from split.protocol.frames import Kind, Limits
 from split.protocol.training import RoundPlan
 from split.server.block_server import BlockServer
 from split.server.body import load_body
-from split.server.body_adapters import Activations
 from split.server.schedules.stacked_micro_batch import StackedMicroBatch
 from split.settings import SplitSettings
 from tests.waiting import wait_until

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from finetuning.devices import to_device
+from split.model.part import Activations
 from split.protocol.frames import Padding
 from split.protocol.training import HeadOutput, RoundPlan
-from split.server.body_adapters import Activations
 from split.server.schedules.gradient_cap import Addition
 from split.server.session import Session
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -23,11 +24,12 @@ import torch
 
 from finetuning.errors import printable
 from finetuning.randomness import derive_seed
+from split.model.part import Activations
 from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import Kind
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
-from split.server.compute import ComputeThread, Job, Priority
+from split.server.compute import ComputeThread, Job, Priority, Result
 from split.server.schedules.gradient_cap import GradientCap
 from split.server.schedules.share_cap import ShareCap
 from split.server.schedules.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
@@ -52,6 +54,7 @@ class StackedRound:
         self._members: dict[str, Member] = {}
         self._waits = WaitBudget()
         self._stacked: deque[StackedMicroBatch] = deque()  # micro-batches waiting for gradients
+        self._unfinished = 0  # number of micro-batches whose backward pass has been queued
         self._next = 0  # index of the micro-batch to stack next
         self._step = 0
         # Used only by the compute thread.
@@ -152,11 +155,13 @@ class StackedRound:
                 break
             gradients = {member: member.gradients.pop(stacked.index) for member in present}
             self._stacked.popleft()
+            self._unfinished += 1
             propagate = partial(self._propagate_back, stacked, gradients, self._step)
             self._put(Priority.BACKWARD, propagate)
         norms = {m: m.squared_norm for m in members if m.squared_norm is not None}
         # A stacked micro-batch may still be queued even if all of its members have left.
-        if members and self._next and not self._stacked and len(norms) == len(members):
+        is_open = self._stacked or self._unfinished
+        if members and self._next and not is_open and len(norms) == len(members):
             self._next = 0
             self._put(Priority.STEP, partial(self._take_step, norms))
         self._note_waiting()
@@ -208,17 +213,21 @@ class StackedRound:
         seed = derive_seed("dropout", derive_seed(self._seed, step), index, "body", *passes)
         wanted = any(member.plan.wants_gradient for member in stacked.parts)
         hidden, padding = stacked.hidden()
-        stacked.activations = self._adapters.run_blocks(hidden, padding, seed, wanted)
-        output = stacked.activations.output
-        stacked.account(time.perf_counter() - started)
-        self._note_computed(stacked)
-        for member, part, rows in stacked.rows_of(output):
+        begun = self._adapters.run_blocks(hidden, padding, seed, wanted)
+        for member, part in stacked.parts.items():
             member.session.account.tokens += part.padded_tokens
             member.session.account.seconds_queued += started - queued
+        self._when_complete(begun, partial(self._answer, stacked, step))
+        stacked.account(time.perf_counter() - started)
+
+    def _answer(self, stacked: StackedMicroBatch, step: int, activations: Activations) -> None:
+        stacked.activations = activations
+        self._note_computed(stacked)
+        for member, _, rows in stacked.rows_of(activations.output):
             # Copy the rows: a view would keep all rows in memory until it is acknowledged.
             own = rows.detach().clone() if len(stacked.parts) > 1 else rows
             with suppress(LaneError):  # the end of one lane must not affect the others
-                member.session.answer(step, index, own)
+                member.session.answer(step, stacked.index, own)
 
     def _propagate_back(
         self, stacked: StackedMicroBatch, gradients: Mapping[Member, Gradient], step: int
@@ -229,6 +238,9 @@ class StackedRound:
         self._held -= stacked.budget_tokens
         self._compute.release(stacked.budget_tokens)
         if activations is None or not gradients:
+            with self._lock:
+                self._unfinished -= 1
+                self._advance()
             return
         additions = stacked.additions(gradients)
         factors = self._gradient_cap.factors(additions)
@@ -238,22 +250,40 @@ class StackedRound:
             # Scale the body's gradient so far: none of its terms could be compared on arrival.
             self._adapters.scale(late)
         gradient = stacked.gradient(gradients, factors, activations.output)
-        result = self._adapters.propagate_back(activations, gradient)
+        begun = self._adapters.propagate_back(activations, gradient)
         self._counted = self._counted * late_targets + counted
+        # To undo the scaling: clients get the gradients of their mean losses over the step.
+        scales = {m: stacked.parts[m].step_targets * factors[m.client] for m in gradients}
+        self._when_complete(begun, partial(self._answer_gradients, stacked, scales, step))
         stacked.account(time.perf_counter() - started)
+
+    def _answer_gradients(
+        self,
+        stacked: StackedMicroBatch,
+        scales: Mapping[Member, float],
+        step: int,
+        result: torch.Tensor | None,
+    ) -> None:
         with self._lock:
-            for member in gradients:
+            self._unfinished -= 1
+            for member in scales:
                 member.finished += 1
-            self._note_waiting()
+            self._advance()
         if result is None:
             return
-        for member, part, rows in stacked.rows_of(result):
-            if member in gradients and member.plan.wants_gradient:
-                # Undo the scaling, to get the gradient of the client's mean loss over the step.
-                scale = part.step_targets * factors[member.client]
-                tensors = {"gradient": rows / scale}
+        for member, _, rows in stacked.rows_of(result):
+            if member in scales and member.plan.wants_gradient:
+                tensors = {"gradient": rows / scales[member]}
                 with suppress(LaneError):
                     member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
+
+    def _when_complete(self, begun: Future[Result], work: Callable[[Result], None]) -> None:
+        if begun.done():
+            work(begun.result())
+        else:
+            begun.add_done_callback(
+                lambda _: self._put(Priority.CLEANUP, lambda: work(begun.result()))
+            )
 
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
         """Clip the gradients, answer all members, and take a step of the optimizer."""

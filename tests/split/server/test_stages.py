@@ -20,6 +20,7 @@ from split.address import parse_address
 from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
+from split.protocol.frames import Padding
 from split.server.body import load_body
 from split.server.stage import make_tls_context, open_tls
 from tests.marks import nightly
@@ -34,10 +35,13 @@ from tests.split.clients import (
     split_settings,
     train_together,
 )
+from tests.split.model.test_generation import GREEDY, SAMPLED, Scene, generated
 from tests.split.model.test_prefixes import PREFIX, random_prefix
+from tests.split.server.test_candidates import values
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
+DRAFTS = GREEDY | {"prompt_lookup_num_tokens": 4, "pad_token_id": 0}
 
 
 def make_key(folder):
@@ -118,6 +122,56 @@ def test_stages_compute_what_one_process_computes(base, beginning, two, what):
     found = results_of(base, beginning, split.model_copy(update=two), adapter, model)
     assert found.keys() == expected.keys() and len(found) > 20
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_stages_compute_different_micro_batches_at_the_same_time(base, two):
+    """The second stage begins each micro-batch only after the first has begun the next one."""
+    body = load_body(base, ModelSettings(name=str(base), dtype="float32"), split_settings(**two))
+    body.attach(ADAPTER, "own")
+    first, second = (stage.run_blocks for stage in body.stages)
+    begun = [threading.Event() for _ in range(4)]
+    at_first, at_second = iter(begun), iter(begun[1:])
+
+    def note(*arguments, **fields):
+        next(at_first).set()
+        return first(*arguments, **fields)
+
+    def wait(*arguments, **fields):
+        assert next(at_second).wait(60)
+        return second(*arguments, **fields)
+
+    body.stages[0].run_blocks, body.stages[1].run_blocks = note, wait
+    padding, size = Padding("right", torch.tensor([5, 3])), (2, 5, body.hidden_size)
+    passes = [body.start(torch.randn(size), padding) for _ in range(3)]
+    begun[3].set()  # nothing follows the last micro-batch
+    for each in passes:
+        each.result(120)
+    body.close()
+
+
+@pytest.mark.parametrize("kind", ["lora", nightly("prefix")])
+def test_texts_and_candidates_equal_the_whole_models(random_checkpoint, two, kind):
+    """Drafts, which are dropped from the caches, included; at the end, stages cache nothing."""
+    scene = Scene(random_checkpoint("Llama"), "Llama", PREFIX if kind == "prefix" else None, **two)
+    whole, client = scene.whole(), scene.client()
+    repeated = torch.tensor([[5, 6, 7, 8] * 3]), torch.ones(1, 12).long()
+    model = ModelSettings(name=str(scene.directory), dtype="float32")
+    with scene.serving(max_cached_tokens=400, model=model) as server:
+        with scene.lane(server, client) as model:
+            scene.choose(model)
+            for settings in (GREEDY, SAMPLED):
+                assert torch.equal(generated(model, **settings), generated(whole, **settings))
+            if kind == "lora":  # PEFT's prefixes don't work with drafts
+                drafted, alone = (m.generate(*repeated, 24, **DRAFTS) for m in (model, whole))
+                assert torch.equal(drafted, alone)
+            assert values(model) == pytest.approx(values(whole), abs=1e-5)
+            model.end()
+        (account,) = server.finish_lanes()
+        for each in server.body.stages:
+            for number in range(20):
+                with pytest.raises(RuntimeError, match="KeyError"):
+                    each.call("repeat", number=number, times=1)
+    assert not account.error
 
 
 @pytest.mark.parametrize("schedule", [nightly("serial"), "client-batch"])
