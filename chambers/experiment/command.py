@@ -95,7 +95,14 @@ class Experimenting:
             self.jobs, get_context("spawn"), initializer=_set_up, initargs=(self.jobs,)
         ) as pool:
             futures = [
-                pool.submit(measure_untrained, experiment, seed, configs[variant], own)
+                pool.submit(
+                    measure_untrained,
+                    experiment,
+                    seed,
+                    configs[variant],
+                    own,
+                    folder / "-".join(filter(None, ("untrained", variant, f"seed-{seed}.jsonl"))),
+                )
                 for (variant, seed), own in groups.items()
             ]
             for run, config in runs.items():

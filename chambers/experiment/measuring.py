@@ -2,11 +2,11 @@
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -37,18 +37,26 @@ _LEAKS: set[Measure] = set(get_args(Leak))
 
 
 def measure_untrained(
-    experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group]
+    experiment: Experiment, seed: int, config: RunConfig, groups: Sequence[Group], file: Path
 ) -> list[Record]:
-    """Return the values of the base model, and of giving the same answer to every question."""
+    """Return the values of the base model, and of giving the same answer to every question.
+
+    Those of the base model are stored in a file; see `measure_run`.
+    """
     task, measures = TASKS.get(config.data.task), {table.measure for table in experiment.tables}
     records = list(_constant_records(seed, groups, measures, task))
     arms = [name for name, arm in experiment.arms.items() if not arm.trained]
     if arms:
-        measuring = Measuring(config.model_copy(update={"seed": seed}))
-        for name in arms:
-            own = sorted(_measures_of(experiment, name) - _REPORTED)
-            values = measuring.values(None, groups, own)
-            records += [Record(name, BASE, seed, *value) for value in values]
+        own = {name: sorted(_measures_of(experiment, name) - _REPORTED) for name in arms}
+        about = {"settings": config.flat(), "measures": own, "questions": _counts(groups)}
+
+        def measure() -> Iterator[Record]:
+            measuring = Measuring(config.model_copy(update={"seed": seed}))
+            for name in arms:
+                for value in measuring.values(None, groups, own[name]):
+                    yield Record(name, BASE, seed, *value)
+
+        records += _stored(file, about, measure)
     return records
 
 
@@ -68,24 +76,38 @@ def measure_run(
     wanted = _measures_of(experiment, run.arm)
     measures = sorted(wanted - _REPORTED)
     adapters = _adapters(experiment, run, directory)
-    questions = {group.name: len(group.rows) for group in groups}
     about = {
         "run": directory.name,
         "measures": measures,
-        "questions": questions,
+        "questions": _counts(groups),
         "models": list(adapters),
     }
-    file = directory.parent / "measured.jsonl"
-    before, records = read_records(file) if file.is_file() else ({}, [])
-    if before != about:
-        measuring, records = Measuring(config), []
+
+    def measure() -> Iterator[Record]:
+        measuring = Measuring(config)
         for name, adapter in adapters.items():
-            values = measuring.values(adapter, groups, measures)
-            records += [Record(run.arm, name, run.seed, *value) for value in values]
-        write_records(file, about, records)
+            for value in measuring.values(adapter, groups, measures):
+                yield Record(run.arm, name, run.seed, *value)
+
+    records = _stored(directory.parent / "measured.jsonl", about, measure)
     records += _reported(run, directory, sorted(wanted & _REPORTED))
     print(f"finished: {run.name}", file=sys.stderr)
     return records
+
+
+def _stored(
+    file: Path, about: dict[str, Any], measure: Callable[[], Iterator[Record]]
+) -> list[Record]:
+    """Return the records that a file stores about something, or else measure and store them."""
+    before, records = read_records(file) if file.is_file() else ({}, [])
+    if before != about:
+        records = list(measure())
+        write_records(file, about, records)
+    return records
+
+
+def _counts(groups: Sequence[Group]) -> dict[str, int]:
+    return {group.name: len(group.rows) for group in groups}
 
 
 class Measuring:

@@ -35,7 +35,7 @@ def test_the_constant_answer_to_wsc_is_that_no_noun_is_right(tmp_path):
     experiment = Experiment.model_validate(
         {"title": "", "sizes": sizes, "arms": arms, "tables": [table]}
     )
-    (record,) = measure_untrained(experiment, 0, config, groups_of(config, "", 0, 3))
+    (record,) = measure_untrained(experiment, 0, config, groups_of(config, "", 0, 3), tmp_path)
     assert record.values == [1.0, 0.0, 1.0]
 
 
