@@ -38,10 +38,6 @@ _SAME_BLOCKS = {
 # Maximum of (change in earlier logits ÷ change in last logits) when the last token is changed.
 _CAUSAL_CHANGE = 0.2
 
-# Silence two loggers: the first reports at each import that bitsandbytes uses its own kernels; the
-# second reports at each matrix product that the product is computed in float16.
-for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
 # `refuse_incomplete` names tensors that don't fit; a text model leaves out those for images.
 logging.getLogger("transformers.modeling_utils").addFilter(
     lambda record: "LOAD REPORT" not in record.getMessage()
