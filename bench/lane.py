@@ -27,13 +27,13 @@ from split.lane.listening import LaneServer
 from split.protocol import records
 from split.protocol.errors import LaneError
 from split.protocol.frames import Kind, Limits
-from split.protocol.keys import ServerKeys
+from split.protocol.keys import KeyExchange, ServerKeys
 from split.protocol.records import RECORD_BYTES, TAG_BYTES
 from split.protocol.tickets import Identity, Invitation
 
 _TOKENS, _HIDDEN, _AT_ONCE, _FRAMES = 512, 2048, 4, 100
 _LIMITS = Limits(_HIDDEN, "bfloat16", _TOKENS, window=_AT_ONCE)
-_SUITE = "ml-kem-768-x25519"
+_SUITE: KeyExchange = "ml-kem-768-x25519"
 _KEY, _NONCE = bytes(32), bytes(12)
 _MB = 2 * _FRAMES * _TOKENS * _HIDDEN * 2 / 1e6  # of a turn, in both directions
 

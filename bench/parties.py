@@ -80,6 +80,11 @@ class Processes(Side):
                 server.ask(BenchServer.settle)
         return mean(losses)
 
+    @property
+    def server_pid(self) -> int:
+        """The process id of the server."""
+        return self._servers[0].pid
+
     def server_seconds(self) -> float:
         """Return the mean CPU seconds per turn of the server's process."""
         return mean(turn[len(self._clients)] for turn in self.cpu[self.warm_up :])
