@@ -167,7 +167,7 @@ class DataSettings(Section):
         "consultations or reasoning. `matters`: questions on twelve legal topics, divided at "
         "random among the clients, who are tested on all; `matters-unequal`: with data sizes of "
         "3 : 2 : 1; `matters-even`: all topics at each client; `persons`: also invented people's "
-        "case files, for [attacks](attack.md#what-another-institution-can-read).",
+        "case files, for [attacks](results.md#what-can-another-institution-read).",
     )
     rows: int = Field(
         0,
