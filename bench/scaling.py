@@ -107,8 +107,8 @@ def main() -> None:
     """Measure, and print the table."""
     parser = command(__doc__)
     parser.add_argument("--averages", type=int, nargs="+", default=[10, 50, 200])
-    parser.add_argument("--runs", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--steps", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--runs", type=int, nargs="+", default=[10, 40])
+    parser.add_argument("--steps", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--plot", type=Path, help="file for a plot of seconds")
     arguments = parser.parse_args()
     kinds: dict[str, tuple[Sequence[int], Callable[[int], Value]]] = {
