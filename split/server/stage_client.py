@@ -40,6 +40,7 @@ class StageClient:
         self._numbers = itertools.count(1)
         self._address = address
         self._order = itertools.count()
+        self._closed = False
         self._queue = queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]]()
         try:
             plain = socket.create_connection(parse_address(address), timeout=30.0)
@@ -55,13 +56,19 @@ class StageClient:
 
     def close(self) -> None:
         """End the connection; calls that have not been answered fail."""
+        self._closed = True
         end_stream(self._stream)
         self._queue.put((len(Priority), next(self._order), None))
         self._thread.join()
         self._stream.close()
 
     def put(self, priority: Priority, work: Callable[[], None]) -> None:
-        """Queue a function that makes calls and handles their errors."""
+        """Queue a function that makes calls and handles their errors.
+
+        Raise ``ConnectionError`` if the connection was closed.
+        """
+        if self._closed:
+            raise ConnectionError(f"the connection to the stage at {self._address} was closed")
         self._queue.put((priority, next(self._order), work))
 
     def call(self, call: str, tensors: Tensors | None = None, **fields: Any) -> Tensors:

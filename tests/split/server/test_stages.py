@@ -147,6 +147,8 @@ def test_stages_compute_different_micro_batches_at_the_same_time(base, two):
     for each in passes:
         each.result(120)
     body.close()
+    with pytest.raises(ConnectionError, match="was closed"):
+        body.remove("own")
 
 
 @pytest.mark.parametrize("kind", ["lora", nightly("prefix")])
