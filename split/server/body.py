@@ -202,7 +202,10 @@ class StagedBody:
             except Exception as error:
                 done.set_exception(error)
 
-        self.stages[at].put(priority, run)
+        try:
+            self.stages[at].put(priority, run)
+        except ConnectionError as error:
+            done.set_exception(error)
 
     def _wait(self, name: str) -> None:
         with self._changed:
