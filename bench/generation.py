@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -42,12 +43,20 @@ from bench.job import (
 from bench.parties import BenchServer
 from bench.proxy import Proxy
 from chambers.model_source import ModelSource
-from chambers.models import find_draft
+from chambers.models import MAX_DRAFTED, find_draft
+from finetuning.adapters.adapter import attach_adapter, trainable_parameters
+from finetuning.data.batching import collate
+from finetuning.data.layouts import Row, parse_row
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.data.tokenization import Example, tokenize
 from finetuning.evaluation.generation import GREEDY
+from finetuning.generated.clients import generate_client
+from finetuning.model.base_model import load_base_model
+from finetuning.model.drafts import RowDrafts
 from finetuning.model.interface import TextModel
 from finetuning.model.locating import locate
 from finetuning.model.tokenizer import load_tokenizer
+from finetuning.settings import AdapterSettings
 from finetuning.whole_model import WholeModel
 from split.client.split_model import SplitModel
 from split.settings import SplitSettings
@@ -55,6 +64,8 @@ from split.settings import SplitSettings
 _ROWS, _PROMPT, _NEW = 8, 64, 64  # of the batch that the whole model continues, too
 _DELAYS, _NEW_WITH_DRAFTS = (0.0, 0.02, 0.04), 96
 _LANES, _NEW_OVER_LANES = 8, 96
+_CLIENTS, _STEPS = 3, 40
+_ADAPTER = AdapterSettings(rank=8, alpha=16, dropout=0.0, targets="gate_proj,up_proj,down_proj")
 _LICENCE = Path(__file__).parent.parent.joinpath("LICENSE").read_text().split("\n\n")
 _CLAUSE = next(" ".join(part.split()) for part in _LICENCE if "each Contributor hereby" in part)
 _PROMPTS = {
@@ -152,11 +163,70 @@ def compare_drafts(core: Collection[int], pairs: int) -> None:
         for (kind, tokens), (delay, model) in product(texts, lanes):
             plain = partial(continue_prompts, model, tokens[None], _NEW_WITH_DRAFTS)
             sides = take_turns({"plain": plain, "drafts": partial(plain, **draft)}, pids, pairs)
-            cells = [f"{_NEW_WITH_DRAFTS / side.summary()[0]:.1f}" for side in sides]
-            compared = compared_with(*sides)
-            cells += [f"{compared[name]:.2f}" for name in ("medians", "minima")]
-            table.add_row(kind, f"{1000 * delay:g}", *cells)
+            table.add_row(kind, f"{1000 * delay:g}", *compare_rates(sides, _NEW_WITH_DRAFTS))
     show(f"{_NEW_WITH_DRAFTS} new tokens; {pairs} turns", table)
+
+
+def compare_row_drafts(core: Collection[int], pairs: int) -> None:
+    """Measure answers of a fine-tuned model, with and without drafts from one client's rows."""
+    tokenizer = load_tokenizer(locate("smollm2"))
+    clients = [generate_client("matters", index, _CLIENTS, SEED) for index in range(_CLIENTS)]
+    rows = [tokenize(_parse(client.train), tokenizer)[0] for client in clients]
+    prompts = tokenize_prompts(_parse(clients[0].test), tokenizer)
+    table = make_table("ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(TemporaryDirectory()))
+        fine_tune([each for own in rows for each in own], directory)
+        job = TrainingJob(directory, Shape(rows=1, columns=1024), steps=1)
+        models, pids = open_lanes(stack, core, job, _DELAYS)
+        for delay, model in zip(_DELAYS, models, strict=True):
+            model.choose("base", None)
+            plain = partial(answer, model, prompts)
+            new = sum(map(len, plain())) - sum(map(len, prompts))
+            drafts = partial(
+                plain, prompt_lookup_num_tokens=MAX_DRAFTED, row_drafts=RowDrafts(rows[0])
+            )
+            sides = take_turns({"plain": plain, "drafts": drafts}, pids, pairs)
+            table.add_row(f"{1000 * delay:g}", *compare_rates(sides, new))
+    show(f"{len(prompts)} answers, with drafts from a third of the rows; {pairs} turns", table)
+
+
+def answer(
+    model: TextModel, prompts: Sequence[torch.Tensor], **settings: Any
+) -> list[torch.Tensor]:
+    """Continue each prompt, (tokens,), greedily until it ends; return the texts, (tokens,)."""
+    settings |= {"pad_token_id": 0, **GREEDY}
+    rows = [prompt[None] for prompt in prompts]
+    return [
+        model.generate(row, torch.ones_like(row), _NEW_WITH_DRAFTS, **settings)[0] for row in rows
+    ]
+
+
+def compare_rates(sides: Sequence[Side], new_tokens: int) -> list[str]:
+    """Return each side's tokens per second, and the ratios of medians and of minima."""
+    compared = compared_with(*sides)
+    rates = [f"{new_tokens / side.summary()[0]:.1f}" for side in sides]
+    return rates + [f"{compared[name]:.2f}" for name in ("medians", "minima")]
+
+
+def _parse(values: Sequence[Any]) -> list[Row]:
+    return [parse_row(f"row {number}", value) for number, value in enumerate(values)]
+
+
+def fine_tune(rows: Sequence[Example], directory: Path) -> None:
+    """Train SmolLM2-135M-Instruct on some rows, and save the merged model."""
+    base = load_base_model(FLOAT32.model_copy(update={"name": "smollm2"}))
+    model = WholeModel(attach_adapter(base.model, _ADAPTER, base.reference))
+    weights = [*trainable_parameters(model.peft_model).values()]
+    optimizer = torch.optim.AdamW(weights, lr=2e-3)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))
+    for step, chosen in enumerate(torch.split(order, _ROWS)[:_STEPS]):
+        model.accumulate([collate([rows[row] for row in chosen], padding=0)], step)
+        model.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.peft_model.merge_and_unload().save_pretrained(directory)
+    load_tokenizer(base.directory).save_pretrained(directory)
 
 
 def compare_lanes(core: Collection[int], pairs: int) -> None:
@@ -195,7 +265,7 @@ def main() -> None:
     """Measure, and print the tables."""
     pairs = command(__doc__, pairs=5).parse_args().pairs
     core = use_one_core()
-    for compare in (compare_with_whole, compare_drafts, compare_lanes):
+    for compare in (compare_with_whole, compare_drafts, compare_row_drafts, compare_lanes):
         compare(core, pairs)
 
 

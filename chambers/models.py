@@ -16,13 +16,17 @@ from chambers.model_source import NO_LIMIT, ModelSource
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
+from finetuning.data.formats import format_of
+from finetuning.data.tokenization import tokenize
 from finetuning.model.base_model import load_base_model, outline
+from finetuning.model.drafts import RowDrafts
 from finetuning.model.fingerprint import fingerprint
 from finetuning.model.interface import TextModel
 from finetuning.model.locating import locate
 from finetuning.model.positions import check_positions
 from finetuning.model.tokenizer import load_tokenizer
-from finetuning.settings import ModelSettings
+from finetuning.settings import DataSettings, ModelSettings
+from finetuning.tasks.reading import read_task_rows
 from finetuning.whole_model import WholeModel
 from split.model.adapters import body_digest
 from split.model.exactness import check_exactness
@@ -32,7 +36,7 @@ from split.protocol.errors import LaneError
 from split.protocol.standing_invitation import StandingInvitation
 
 _CLIENT_PARTS: tuple[PartyName, ...] = ("head", "tail")
-_FROM_PROMPT = 8  # number of tokens per draft
+MAX_DRAFTED = 8  # maximum number of tokens per draft
 
 
 def find_source(options: AdapterOptions, invitation_file: Path | None) -> ModelSource:
@@ -138,11 +142,11 @@ NO_DRAFT = Draft()
 
 
 def find_draft(name: str | None, tokenizer: Any, sources: Collection[ModelSource]) -> Draft:
-    """Return the ``Draft`` that ``--draft`` selects; load the small model if one is named.
+    """Return the ``Draft`` that ``--draft`` selects; load the rows or small model that it names.
 
     If one of the models, which have the same base, can't verify drafts, print that and return
-    `NO_DRAFT`. Raise ``CommandError`` if the tokenizer or the vocabulary of the small model
-    differs from theirs.
+    `NO_DRAFT`. Raise a ``UserError`` if rows can't be read, or the tokenizer or the vocabulary of
+    the small model differs from theirs.
     """
     if name is None:
         return NO_DRAFT
@@ -153,9 +157,14 @@ def find_draft(name: str | None, tokenizer: Any, sources: Collection[ModelSource
         kind = "a prefix adapter on a whole model" if prefixes else "recurrent layers"
         print(f"--draft has no effect with {kind}", file=sys.stderr)
         return NO_DRAFT
-    if name == "prompt":
-        settings = {"prompt_lookup_num_tokens": _FROM_PROMPT, "max_matching_ngram_size": 4}
-        return Draft(settings, room=_FROM_PROMPT)
+    settings: dict[str, Any] = {
+        "prompt_lookup_num_tokens": MAX_DRAFTED,
+        "max_matching_ngram_size": 4,
+    }
+    if format_of(Path(name)):
+        settings["row_drafts"] = _row_drafts(Path(name), tokenizer, next(iter(sources)))
+    if name == "prompt" or "row_drafts" in settings:
+        return Draft(settings, room=MAX_DRAFTED)
     small = load_base_model(ModelSettings(name=name))
     if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
         raise CommandError(f"--draft {name}: its tokenizer is not that of the model")
@@ -165,6 +174,15 @@ def find_draft(name: str | None, tokenizer: Any, sources: Collection[ModelSource
     if own != other:
         raise CommandError(f"--draft {name}: its vocabulary has {own} tokens, the model's {other}")
     return Draft({"assistant_model": small.model})
+
+
+def _row_drafts(file: Path, tokenizer: Any, source: ModelSource) -> RowDrafts:
+    """Read rows in the format of the adapter's run, and make a table for drafts."""
+    run = find_run(source.adapter)
+    config = dict(run.config) if run else {}
+    own = {key: config.get(f"data.{key}", "") for key in ("task", "columns")}
+    rows = read_task_rows(file.expanduser(), DataSettings.model_validate(own))
+    return RowDrafts(tokenize(rows, tokenizer)[0])
 
 
 def _find_ends(

@@ -51,8 +51,9 @@ def _expand(value: Any) -> Any:
 
 DRAFT = option(
     "How to draft tokens, which the model then verifies together to save round trips to a block "
-    'server: "prompt" copies passages of the text so far; an id or folder names a small model that '
-    "drafts, with the same tokenizer. Only batches of one prompt have drafts.",
+    'server: "prompt" copies passages of the text so far; a file with rows also copies parts of '
+    "their answers; an id or folder names a small model that drafts, with the same tokenizer. Only "
+    "batches of one prompt have drafts.",
     "DRAFT",
 )
 BASE_MODEL = option("Base model; default: that of the adapter's run.", "NAME_OR_PATH")

@@ -19,7 +19,7 @@ from finetuning.data.candidates import CandidateBatch
 from finetuning.devices import mixed_precision
 from finetuning.errors import DeadlineError
 from finetuning.model.backbone_inputs import left_padding, without_cache
-from finetuning.model.drafts import drafts_after_repetition
+from finetuning.model.drafts import RowDrafts, drafting
 from finetuning.model.output_head import (
     add_target_gradient,
     end_tokens,
@@ -88,18 +88,24 @@ class WholeModel:
 
     @torch.no_grad()
     def generate(
-        self, tokens: torch.Tensor, mask: torch.Tensor, new_tokens: int, **settings: Any
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        new_tokens: int,
+        row_drafts: RowDrafts | None = None,
+        **settings: Any,
     ) -> torch.Tensor:
         """Continue each prompt by at most ``new_tokens`` tokens, without dropout.
 
         Prompts are (rows, columns), padded on the left; the mask is 0 for padding and 1 for tokens.
-        Further settings are arguments of ``generate`` in ``transformers``. Return (rows, columns +
+        Further settings are arguments of ``generate`` in ``transformers``; see `drafting` for
+        ``row_drafts``. Return (rows, columns +
         new tokens) on the CPU; rows that end early are padded on the right.
         """
         # Omit a mask that hides no tokens, since transformers waits for the device to check it.
         self._without_mask = bool(mask.all())
         try:
-            drafts = drafts_after_repetition(self._causal_lm)
+            drafts = drafting(self._causal_lm, row_drafts)
             with self._mode(training=False), self._autocast(), drafts:
                 result: torch.Tensor = self.peft_model.generate(
                     input_ids=tokens.to(self._device),

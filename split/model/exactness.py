@@ -161,7 +161,7 @@ class _TestModels:
         """
         tokens, parts, whole = self._tokens, self._parts, self._whole
         mask = (torch.arange(_COLUMNS) >= _COLUMNS - self._lengths[:, None]).long()
-        settings = {
+        settings: dict[str, Any] = {
             "do_sample": False,
             "pad_token_id": 0,
             "return_dict_in_generate": True,

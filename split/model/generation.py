@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from finetuning.data.candidates import CandidateBatch
-from finetuning.model.drafts import drafts_after_repetition
+from finetuning.model.drafts import RowDrafts, drafting
 from finetuning.model.output_head import output_head
 from split.model.key_values import KeyValues
 from split.model.part import Part
@@ -25,13 +25,14 @@ def generate(
     tokens: torch.Tensor,
     mask: torch.Tensor,
     new_tokens: int,
+    row_drafts: RowDrafts | None = None,
     **settings: Any,
 ) -> Any:
     """Run ``generate`` of the checkpoint's model class on the three parts and the output head.
 
     Its logits processors, sampling, stopping criteria and drafts apply. See ``WholeModel.generate``
-    for ``tokens``, ``mask``, ``new_tokens`` and ``settings``. Return prompts and answers, (rows,
-    columns + new tokens), or what ``settings`` request.
+    for the other arguments. Return prompts and answers, (rows, columns + new tokens), or what
+    ``settings`` request.
     """
     prompt_columns = mask.shape[1]
     padding_of_prompts = prompt_columns - mask.sum(dim=1)
@@ -70,7 +71,7 @@ def generate(
         return parts[1].extend(hidden, drop), positions
 
     model = output_head(tail.model, compute)
-    with drafts_after_repetition(model):
+    with drafting(model, row_drafts):
         return model.generate(
             input_ids=tokens.to(tail.device),
             attention_mask=mask.to(tail.device),

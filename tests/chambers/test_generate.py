@@ -145,14 +145,19 @@ def test_a_split_model_generates_as_the_whole_one_does(
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_drafts_do_not_change_greedy_answers(run_folder, base, served, capsys, split):
+def test_drafts_do_not_change_greedy_answers(run_folder, base, served, tmp_path, capsys, split):
     adapter = ["--adapter", run_folder / "adapters" / "global"]
     words = ["generate", *adapter, *NEW, *QUESTIONS]
     expected = execute(capsys, *words)
     if split:
         words += ["--invitation", served / "alpha.json"]
-    for draft in ("prompt", base):
+    answers = tmp_path / "answers.jsonl"
+    lines = zip(QUESTIONS, expected.splitlines(), strict=True)
+    answers.write_text("".join(json.dumps({"input": q, "output": a}) + "\n" for q, a in lines) * 2)
+    for draft in ("prompt", base, answers):
         assert execute(capsys, *words, "--draft", draft) == expected, draft
+    answers.write_text('{"input": "a"}\n')
+    assert "answers.jsonl:1" in refused(capsys, *words, "--draft", answers)
 
 
 def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys):

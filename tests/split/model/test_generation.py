@@ -12,10 +12,12 @@ from scipy.stats import chisquare
 
 from finetuning.adapters.adapter import attach_adapter, initial_adapter, load_adapter
 from finetuning.data.batching import collate
+from finetuning.data.tokenization import Example
 from finetuning.devices import default_device
 from finetuning.errors import BaseModelError
 from finetuning.model import drafts
 from finetuning.model.base_model import load_checkpoint
+from finetuning.model.drafts import RowDrafts
 from finetuning.settings import AdapterSettings, ModelSettings
 from finetuning.whole_model import WholeModel
 from split.model import key_values
@@ -476,6 +478,38 @@ def test_drafted_tokens_do_not_change_the_text(
     assert sum("drop" in fields for fields in frames) > 2
 
 
+def rows_of(*texts) -> RowDrafts:
+    return RowDrafts([Example(t[0], torch.ones_like(t[0]) > 0, 0, "", 0) for t in texts])
+
+
+def test_drafts_from_rows_do_not_change_the_text(random_checkpoint):
+    scene = Scene(random_checkpoint("Llama"))
+    tokens = draw_tokens()[:1]
+    varied = GREEDY | {"no_repeat_ngram_size": 3}  # so that the text has no drafts
+    expected, plain = frames_of(scene, tokens, **varied)
+    wrong = (expected + (torch.arange(expected.shape[1]) % 4 == 3)) % 64
+    settings = varied | {"prompt_lookup_num_tokens": 4}
+    for rows in ([expected] * 9, [expected, wrong, wrong]):
+        found, frames = frames_of(scene, tokens, **settings, row_drafts=rows_of(*rows))
+        assert torch.equal(found, expected)
+        assert len(frames) < len(plain)
+    assert any("drop" in fields for fields in frames)
+    expensive = rows_of(*[expected] * 9)
+    expensive.seconds = {1: 1.0, 2: 2.0}  # each draft takes as long as a pass
+    expensive.add_pass = lambda *_: None
+    for rows in (expensive, rows_of(expected)):
+        _, frames = frames_of(scene, tokens, **settings, row_drafts=rows)
+        assert len(frames) == len(plain)
+
+
+def test_the_token_after_a_context_is_that_of_most_rows():
+    rows = [[1, 2, 3], [1, 2, 3], [4, 2, 5], [6, 7]]
+    drafts = rows_of(*(torch.tensor([row]) for row in rows))
+    expected = {(1, 2): (3, 2 / 3), (4, 2): (3, 1 / 2), (9, 2): (3, 1 / 2), (1,): (2, 2 / 3)}
+    assert {context: drafts.next_token(context) for context in expected} == expected
+    assert drafts.next_token([6]) is None, "one row alone says what follows"
+
+
 def test_recurrent_blocks_refuse_drafts(random_checkpoint):
     """By ``transformers`` at the client, and by the cache if a client sends them all the same."""
     scene = Scene(random_checkpoint("Qwen3Next"), "Qwen3Next")
@@ -513,9 +547,9 @@ def test_drafts_follow_a_prefix(random_checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("source", ["text", "rows", "model"])
 def test_sampled_texts_with_drafts_have_the_right_distribution(
-    random_checkpoint, monkeypatch, by_model
+    random_checkpoint, monkeypatch, source
 ):
     """Compare the next two tokens with their probabilities by a chi-squared test."""
     monkeypatch.setattr(drafts, "_REPEATED", 1)
@@ -535,10 +569,13 @@ def test_sampled_texts_with_drafts_have_the_right_distribution(
             for follower, part in zip(second.indices, second.values.softmax(-1), strict=True):
                 expected[int(token), int(follower)] = float(share * part)
     assert int(draft) in first.indices
-    if by_model:  # the base model, whose probabilities differ from the adapter's
+    if source == "model":  # the base model, whose probabilities differ from the adapter's
         settings["assistant_model"] = whole_model(scene.directory)
     else:
         settings["prompt_lookup_num_tokens"] = 2
+    if source == "rows":
+        rows = torch.cat([tokens, draft.view(1, 1)], dim=1)
+        settings["row_drafts"] = rows_of(*[rows] * 9)
     seen = Counter()
     with scene.serving() as server, scene.lane(server, client) as model:
         scene.choose(model)
