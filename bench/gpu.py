@@ -1,13 +1,15 @@
 """Training on a GPU, with models of 1 to 7 billion random weights: ``python -m bench.gpu``.
 
     python -m bench.gpu [--size 1b 3b 7b] [--quantization none nf4] [--pairs 15] [--no-local]
-                        [--clients 2 4 8] [--schedules serial …]
+                        [--clients 2 4 8] [--schedules serial …] [--wire-dtypes bfloat16 int8]
+                        [--windows 4 2] [--separate]
 
 Local training is measured as in ``bench.local_training``, in micro-batches of 8 examples, and the
 schedules as in ``bench.schedules``, with micro-batches of one example with 512 tokens
-(``--columns``). Frozen weights are bfloat16. One process runs all clients. All processes use the
-first GPU, but with two or more GPUs, the server uses the second. A peak counts the bytes of all
-tensors since the start of loading, but not CUDA's context or the allocator's reserve.
+(``--columns``). Frozen weights are bfloat16. One process runs all clients, or each client has a
+process of its own (``--separate``). All processes use the first GPU, but with two or more GPUs, the
+server uses the second. A peak counts the bytes of all tensors since the start of loading, but not
+CUDA's context or the allocator's reserve.
 
 The checkpoint is written to a temporary directory (set TMPDIR) and takes 14 GB for ``7b``. The run
 fails if the first losses of client-batch and the whole model differ by more than 0.05.
@@ -21,7 +23,7 @@ from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -31,6 +33,8 @@ from bench.local_training import HEADINGS, LONGEST, compare
 from bench.parties import alternate
 from bench.schedules import SCHEDULES, TARGETS, check_losses, start_schedules
 from finetuning.settings import ModelSettings
+from split.protocol.frames import WireType
+from split.settings import SplitSettings
 
 SIZES = {
     "tiny": Shape(hidden=64, blocks=4, vocabulary=128),
@@ -54,8 +58,13 @@ def devices_of(kind: str) -> dict[str, Any]:
     return {"client_device": "cuda:0", "server_device": server}
 
 
-def measure_schedule(title: str, job: TrainingJob, clients: int, schedule: str) -> None:
-    """Measure the whole model and a schedule in turn, and print a table of both."""
+def measure_schedule(
+    title: str, job: TrainingJob, clients: int, schedule: str, together: bool, **settings: Any
+) -> None:
+    """Measure the whole model and a schedule in turn, and print a table of both.
+
+    See `start_schedules` for ``together`` and ``settings``.
+    """
     table = make_table(
         *("clients", "", "median s", "minimum s", "samples/s", "tokens/s", *RATIOS),
         *("peak GB (clients + server)", "target"),
@@ -63,7 +72,7 @@ def measure_schedule(title: str, job: TrainingJob, clients: int, schedule: str) 
     samples = clients * job.shape.rows * job.shape.micro_batches
     cores = os.sched_getaffinity(0)
     with ExitStack() as stack:
-        pair = start_schedules(stack, job, clients, [schedule], cores, together=True)
+        pair = start_schedules(stack, job, clients, [schedule], cores, together, **settings)
         alternate(pair, 1)
         check_losses(pair, _TOLERANCE)
         alternate(pair, job.steps - 1)
@@ -96,9 +105,16 @@ def run(size: str, arguments: Namespace) -> None:
             title = f"{size}, {quantization}, {arguments.pairs} turns, {SEED=}"
             if not arguments.no_local:
                 measure_local(f"{title}; ratios are Chambers ÷ Trainer", job)
-            for clients, schedule in product(arguments.clients, arguments.schedules):
-                text = f"{title}, {shape}; ratios are centralised ÷ schedule"
-                measure_schedule(text, job, clients, schedule)
+            ways = (
+                arguments.clients,
+                arguments.schedules,
+                arguments.wire_dtypes,
+                arguments.windows,
+            )
+            for clients, schedule, wire, window in product(*ways):
+                text = f"{title}, {shape}, {wire}, {window=}; ratios are centralised ÷ schedule"
+                split = {"wire_dtype": wire, "window": window}
+                measure_schedule(text, job, clients, schedule, not arguments.separate, **split)
 
 
 def main() -> None:
@@ -107,6 +123,10 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["1b", "3b", "7b"])
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="*", default=SCHEDULES)
+    wires = get_args(WireType)
+    parser.add_argument("--wire-dtypes", choices=wires, nargs="+", default=["bfloat16"])
+    parser.add_argument("--windows", type=int, nargs="+", default=[SplitSettings().window])
+    parser.add_argument("--separate", action="store_true", help="a process for each client")
     parser.add_argument("--no-local", action="store_true", help="leave out local training")
     parser.add_argument(
         "--quantization", choices=["none", "nf4", "int8"], nargs="+", default=["none", "nf4"]

@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from bench.harness import RATIOS, WARM_UP, command, make_table, ratios, show
 from bench.job import SEED, Shape, TrainingJob, random_examples, random_job
@@ -52,16 +53,20 @@ def start_schedules(
     schedules: Sequence[str],
     cores: Collection[int],
     together: bool = False,
+    **settings: Any,
 ) -> list[Processes]:
     """Start the whole model, and the clients and server of each schedule.
 
-    ``job`` is one client's job. Serial has one client. See `Processes` for the other arguments.
+    ``job`` is one client's job. Serial has one client. ``settings`` are those of `SplitSettings`;
+    see `Processes` for the other arguments.
     """
     side = partial(Processes, stack, cores=cores, together=together)
     sides = [side("centralised", [stack_job(job, clients)], None)]
     for schedule in schedules:
         steps_per_turn = clients if schedule == "serial" else 1
-        split = SplitSettings(schedule=schedule, activation_budget=2**20, frame_timeout=3600.0)
+        split = SplitSettings(
+            schedule=schedule, activation_budget=2**20, frame_timeout=3600.0, **settings
+        )
         longer = replace(job, steps=steps_per_turn * job.steps)
         jobs = [
             replace(longer, examples=partial(own_examples, client=number, clients=clients))

@@ -14,6 +14,7 @@ def test_it_runs_from_end_to_end():
         [
             *(sys.executable, "-m", "bench.gpu", "--size", "tiny", "--device", "cpu"),
             *("--clients", "2", "--schedules", "client-batch", "--pairs", "1", "--columns", "16"),
+            *("--separate", "--wire-dtypes", "int8", "--windows", "2"),
         ],
         cwd=Path(__file__).parents[2],
         capture_output=True,
