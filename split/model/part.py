@@ -229,6 +229,9 @@ class Part:
         if self.model.training != mode:
             self.model.train(mode)
 
+    def discard(self, activations: Activations) -> None:
+        """Do nothing, because activations are freed with the tensors that refer to them."""
+
     def settle(self, name: str) -> None:
         """Do nothing, because all passes are complete."""
 

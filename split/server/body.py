@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,20 @@ def divide_body(partition: Partition, split: SplitSettings) -> dict[str, Partiti
     ends = [body.start + len(body) * number // count for number in range(count + 1)]
     pairs = zip(hosts, itertools.pairwise(ends), strict=True)
     return {h: Partition(partition.blocks, a, partition.blocks - b) for h, (a, b) in pairs}
+
+
+@dataclass
+class _ForwardPass:
+    """A forward pass through the stages.
+
+    Its parts are methods, because functions that refer to themselves would keep the tensors in
+    memory until the next search for cycles of references.
+    """
+
+    hidden: torch.Tensor  # input of the first stage
+    fields: dict[str, Any]  # arguments of `StageClient.run_blocks`
+    done: Future[Activations]
+    numbers: list[int] = field(default_factory=list)  # of the pass at each stage so far
 
 
 class StagedBody:
@@ -135,45 +150,64 @@ class StagedBody:
 
     def start(self, hidden: torch.Tensor, padding: Padding) -> Future[Activations]:
         """Begin a forward pass; see `Body.start`."""
-        name, lengths, passes = self._used, padding.lengths, list[int]()
-        fields = {"side": padding.side, "train": self._training}
-        grad = torch.is_grad_enabled()
-
-        def run_blocks(at: int, states: torch.Tensor, random: torch.Tensor) -> None:
-            stage = self.stages[at]
-            states, random, number = stage.run_blocks(states, lengths, random, name, grad, **fields)
-            passes.append(number)
-            if stage is self.stages[-1]:
-                done.set_result(Activations(hidden, states, tuple(passes)))
-            else:
-                onward = partial(run_blocks, at + 1, states, random)
-                self._put(Priority.FORWARD, at + 1, done, onward)
-
-        done: Future[Activations] = self._begin(name)
-        begin = partial(run_blocks, 0, hidden, torch.get_rng_state())
-        self._put(Priority.FORWARD, 0, done, begin)
+        fields = {"name": self._used, "grad": torch.is_grad_enabled()}
+        fields |= {"lengths": padding.lengths, "side": padding.side, "train": self._training}
+        done = self._begin(self._used)
+        begun = _ForwardPass(hidden, fields, done)
+        self._put_forward(begun, 0, hidden, torch.get_rng_state())
         return done
+
+    def _put_forward(
+        self, begun: "_ForwardPass", at: int, states: torch.Tensor, random: torch.Tensor
+    ) -> None:
+        run = partial(self._run_blocks, begun, at, states, random)
+        self._put(Priority.FORWARD, at, begun.done, run)
+
+    def _run_blocks(
+        self, begun: "_ForwardPass", at: int, states: torch.Tensor, random: torch.Tensor
+    ) -> None:
+        """Compute a stage's blocks, in its thread; then queue the pass at the next stage."""
+        stage = self.stages[at]
+        states, random, number = stage.run_blocks(states, random=random, **begun.fields)
+        begun.numbers.append(number)
+        if stage is self.stages[-1]:
+            begun.done.set_result(Activations(begun.hidden, states, tuple(begun.numbers)))
+        else:
+            self._put_forward(begun, at + 1, states, random)
 
     def propagate_back(
         self, activations: Activations, gradient: torch.Tensor
     ) -> Future[torch.Tensor | None]:
         """Begin a backward pass; see `Body.propagate_back`."""
-        name = self._used
-
-        def propagate(at: int, gradient: torch.Tensor) -> None:
-            before = self.stages[at].propagate_back(name, activations.passes[at], gradient)
-            if at and before is not None:
-                self._put(Priority.BACKWARD, at - 1, done, partial(propagate, at - 1, before))
-            else:
-                done.set_result(before)
-
-        done: Future[torch.Tensor | None] = self._begin(name)
+        done = self._begin(self._used)
         if activations.output.requires_grad:
-            last = len(self.stages) - 1
-            self._put(Priority.BACKWARD, last, done, partial(propagate, last, gradient))
+            self._put_backward(self._used, activations.passes, gradient, done)
         else:
             done.set_result(None)
         return done
+
+    def _put_backward(
+        self, name: str, numbers: tuple[int, ...], gradient: torch.Tensor, done: Future[Any]
+    ) -> None:
+        run = partial(self._propagate, name, numbers, gradient, done)
+        self._put(Priority.BACKWARD, len(numbers) - 1, done, run)
+
+    def _propagate(
+        self, name: str, numbers: tuple[int, ...], gradient: torch.Tensor, done: Future[Any]
+    ) -> None:
+        """Propagate back through the last of these stages' passes; then queue those before it."""
+        *before, number = numbers
+        of_input = self.stages[len(before)].propagate_back(name, number, gradient)
+        if before and of_input is not None:
+            self._put_backward(name, tuple(before), of_input, done)
+        else:
+            done.set_result(of_input)
+
+    def discard(self, activations: Activations) -> None:
+        """Free the activations of a forward pass whose gradient won't come."""
+        for stage, number in zip(self.stages, activations.passes, strict=True):
+            with suppress(ConnectionError):  # of a lost stage, nothing is left
+                stage.discard(number)
 
     def _begin(self, name: str) -> Future[Any]:
         """Return the future of a new pass with an adapter."""

@@ -81,6 +81,10 @@ class BodyAdapters:
         self._body.train(True)
         return self._body.propagate_back(activations, gradient)
 
+    def discard(self, activations: Activations) -> None:
+        """Free the activations of a forward pass whose gradient won't come."""
+        self._body.discard(activations)
+
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
         self._body.settle(self.name)
@@ -197,11 +201,14 @@ class SeparateTrainer:
 
     def _propagate_back(self, gradient: OutputGradient) -> None:
         activations, budget_tokens = self._activations.pop(gradient.index)
-        self._release(budget_tokens)
         started = self._adapters.propagate_back(activations, gradient.gradient)
-        self._session.when_complete(started, partial(self._answer_gradient, gradient))
+        answer = partial(self._answer_gradient, gradient, budget_tokens)
+        self._session.when_complete(started, answer)
 
-    def _answer_gradient(self, gradient: OutputGradient, result: torch.Tensor | None) -> None:
+    def _answer_gradient(
+        self, gradient: OutputGradient, budget_tokens: int, result: torch.Tensor | None
+    ) -> None:
+        self._release(budget_tokens)
         if result is not None:
             tensors = {"gradient": result}
             self._session.lane.send(Kind.GRADIENT, gradient.step, gradient.index, tensors)
@@ -220,5 +227,6 @@ class SeparateTrainer:
         self._adapters.zero_grad()
 
     def _release(self, budget_tokens: int) -> None:
+        budget_tokens = min(budget_tokens, self._held)  # 0 if `_clean` has released all
         self._held -= budget_tokens
         self._session.compute.release(budget_tokens)

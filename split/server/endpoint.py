@@ -60,8 +60,8 @@ class Endpoint(ABC):
     def stop(self) -> None:
         """End all lanes and threads."""
         self._lanes.stop()
+        self.body.close()  # first, because the compute thread may be waiting for a stage
         self.compute.stop()
-        self.body.close()
 
     def _invite(self, identity: Identity, lifetime: float, standing: bool = False) -> Invitation:
         """Invite a client to open one lane or, if ``standing``, any number of lanes."""

@@ -73,7 +73,11 @@ class GenerationBatch:
             key_values = KeyValues(body, prompts.padding, columns)
         else:
             key_values = body(prompts.padding, columns)
-        return CachedTexts(adapter, key_values, account), key_values.extend(prompts.hidden)
+        try:
+            return CachedTexts(adapter, key_values, account), key_values.extend(prompts.hidden)
+        except Exception:
+            key_values.free()  # from stages; the caller has no reference to the texts
+            raise
 
     def extend(self, texts: CachedTexts, extension: CachedExtension) -> torch.Tensor:
         """Compute the blocks for several next tokens, or for endings of each text."""

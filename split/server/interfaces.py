@@ -53,6 +53,9 @@ class Body(Protocol):
         The result is the gradient for the input, (rows, columns, hidden), if it requires one.
         """
 
+    def discard(self, activations: Activations) -> None:
+        """Free the activations of a forward pass whose gradient won't come."""
+
     def settle(self, name: str) -> None:
         """Wait for an adapter's passes; raise the error of one that failed since ``forget``."""
 

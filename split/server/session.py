@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class Session:
         self._kept_once = self._kept_in_step = self._kept_in_all = 0.0
         self._turn_since = time.monotonic()  # time at which the session's last job ended
         self._owed = 0
+        self._passes = 0  # number of passes whose results are worked on in jobs
         self._lock = threading.Lock()
 
     def count_traffic(self) -> None:
@@ -107,14 +109,25 @@ class Session:
         self.compute.put(_SessionJob(self, priority, work, tokens, detail))
 
     def when_complete(self, future: Future[Result], work: Callable[[Result], None]) -> None:
-        """Call ``work`` with the result of a pass: now, or in a job when the pass is complete."""
-        if future.done():
+        """Call ``work`` with the result of a pass: now, or in a job when the pass is complete.
+
+        Call this method in a job. Results are worked on in the order of the passes.
+        """
+        if future.done() and not self._passes:
             work(future.result())
             return
         with self._lock:
             self._owed += 1
-        job = _SessionJob(self, Priority.CLEANUP, lambda: work(future.result()))
-        future.add_done_callback(lambda _: self.compute.put(job))
+        self._passes += 1
+        future.add_done_callback(
+            lambda done: self.compute.put(
+                _SessionJob(self, Priority.CLEANUP, partial(self._complete, done, work))
+            )
+        )
+
+    def _complete(self, done: Future[Result], work: Callable[[Result], None]) -> None:
+        self._passes -= 1
+        work(done.result())
 
     def note_done(self, seconds_queued: float, seconds_computing: float) -> None:
         """Record the end of one of the session's jobs, and its times."""

@@ -43,6 +43,7 @@ Tensors = Mapping[str, torch.Tensor]
 _MAX_HANDSHAKES = 64
 _HANDSHAKE_SECONDS = 10.0
 _CONNECT_SECONDS = 30.0  # a coordinator's limit for a handshake, and for the end of another run
+_CALL_SECONDS = 3600.0  # a coordinator's limit for a call; loading takes longest
 _TURN = b"\n"  # tells a coordinator that the stage now serves it
 _log = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def open_tls(
             stream.do_handshake()
         if not is_server and stream.recv(1) != _TURN:
             raise ConnectionError("the other end has closed the connection")
-        stream.settimeout(3600.0)  # for one call; loading takes longest
+        # A coordinator may make no calls for as long as its clients compute.
+        stream.settimeout(None if is_server else _CALL_SECONDS)
         on_failure.pop_all()
         return stream
 
@@ -175,6 +177,7 @@ class _Blocks:
             "attach": self._attach,
             "remove": self._remove,
             "forget": self._forget,
+            "discard": self._discard,
             "forward": self._run_blocks,
             "backward": self._propagate_back,
             "cache": self._cache,
@@ -192,7 +195,8 @@ class _Blocks:
                 answer = self._answers[fields.pop("call")](tensors, **fields)
             except Exception as error:
                 _log.exception("a call failed")
-                answer, problem = {}, {"error": describe_lane_error(error)}
+                memory = isinstance(error, torch.OutOfMemoryError)
+                answer, problem = {}, {"error": describe_lane_error(error), "memory": memory}
             send_tensors(stream, answer, **problem)
             if problem and is_broken():
                 raise SystemExit("a kernel has failed on the GPU: start this process again")
@@ -218,6 +222,10 @@ class _Blocks:
 
     def _forget(self, _: Tensors, name: str) -> Tensors:
         self._passes = {n: kept for n, kept in self._passes.items() if kept[0] != name}
+        return {}
+
+    def _discard(self, _: Tensors, number: int) -> Tensors:
+        self._passes.pop(number, None)
         return {}
 
     def _run_blocks(

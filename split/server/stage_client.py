@@ -26,6 +26,14 @@ from split.server.stage import (
 )
 
 
+class StageError(RuntimeError):
+    """A call to a stage has failed; ``public`` is the reason without other clients' data."""
+
+    def __init__(self, address: str, reason: str, out_of_memory: bool) -> None:
+        super().__init__(f"the stage at {address} failed: {reason}")
+        self.public = str(self) if out_of_memory else f"the stage at {address} failed"
+
+
 class StageClient:
     """The connection to a stage, and the adapters on the stage's blocks.
 
@@ -40,7 +48,7 @@ class StageClient:
         self._numbers = itertools.count(1)
         self._address = address
         self._order = itertools.count()
-        self._closed = False
+        self._closed, self._lock = False, threading.Lock()
         self._queue = queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]]()
         try:
             plain = socket.create_connection(parse_address(address), timeout=30.0)
@@ -56,9 +64,10 @@ class StageClient:
 
     def close(self) -> None:
         """End the connection; calls that have not been answered fail."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            self._queue.put((len(Priority), next(self._order), None))
         end_stream(self._stream)
-        self._queue.put((len(Priority), next(self._order), None))
         self._thread.join()
         self._stream.close()
 
@@ -67,9 +76,10 @@ class StageClient:
 
         Raise ``ConnectionError`` if the connection was closed.
         """
-        if self._closed:
-            raise ConnectionError(f"the connection to the stage at {self._address} was closed")
-        self._queue.put((priority, next(self._order), work))
+        with self._lock:
+            if self._closed:
+                raise ConnectionError(f"the connection to the stage at {self._address} was closed")
+            self._queue.put((priority, next(self._order), work))
 
     def call(self, call: str, tensors: Tensors | None = None, **fields: Any) -> Tensors:
         """Make a call before all that are queued, and return its result; see ``ask``."""
@@ -85,7 +95,7 @@ class StageClient:
         return future.result()
 
     def ask(self, call: str, tensors: Tensors | None = None, **fields: Any) -> Tensors:
-        """Return a call's result; raise a RuntimeError if it failed, or a ConnectionError.
+        """Return a call's result; raise a StageError if it failed, or a ConnectionError.
 
         Call this method in the stage's thread.
         """
@@ -93,10 +103,10 @@ class StageClient:
             send_tensors(self._stream, tensors or {}, call=call, **fields)
             answer, answered = receive_tensors(self._stream)
         except OSError as error:
+            end_stream(self._stream)  # the answer could still arrive, instead of the next call's
             raise ConnectionError(f"the stage at {self._address} is lost: {error}") from error
         if "error" in answered:
-            reason = printable(answered["error"])
-            raise RuntimeError(f"the stage at {self._address} failed: {reason}")
+            raise StageError(self._address, printable(answered["error"]), answered["memory"])
         return answer
 
     def attach(self, name: str, adapter: dict[str, Any]) -> None:
@@ -134,6 +144,10 @@ class StageClient:
         answer = self.ask("forward", tensors, name=name, **fields)
         return answer["hidden"].requires_grad_(number > 0), answer["random"], number
 
+    def discard(self, number: int) -> None:
+        """Free the activations of a forward pass whose gradient won't come."""
+        self.call("discard", number=number)
+
     def begin_texts(self, number: int, name: str, padding: Padding, columns: int) -> None:
         """Begin a batch of texts, whose keys and values the stage caches."""
         tensors = {"lengths": padding.lengths, **self._new_weights(name)}
@@ -160,3 +174,4 @@ class StageClient:
     def _work(self) -> None:
         while (work := self._queue.get()[2]) is not None:
             work()
+            del work  # free its tensors while waiting for the next one

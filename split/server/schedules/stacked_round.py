@@ -35,6 +35,7 @@ from split.server.schedules.share_cap import ShareCap
 from split.server.schedules.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
 from split.server.schedules.wait_budget import WaitBudget
 from split.server.session import Session, describe_lane_error
+from split.server.stage_client import StageError
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class StackedRound:
         self._caps = (*self._gradient_cap.caps, self._norm_cap)
         self._counted = 0.0  # number of targets whose gradients are in the body's gradient
         self._held = 0  # number of padded tokens taken from the activation budget
+        self._passes = 0  # number of passes whose results are worked on in jobs
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
         """Add a client. Call before the first step."""
@@ -130,6 +132,8 @@ class StackedRound:
         reason = "the server failed to compute the clients' micro-batches"
         if isinstance(error, torch.OutOfMemoryError | ConnectionError):
             reason = describe_lane_error(error)
+        elif isinstance(error, StageError):
+            reason = error.public
         _log.error("a stacked computation failed: %s", ascii(f"{type(error).__name__}: {error}"))
         with self._lock:
             for member in self._members.values():
@@ -235,9 +239,10 @@ class StackedRound:
         """Compute a backward pass without the gradients of members that have left."""
         started = time.perf_counter()
         activations, stacked.activations = stacked.activations, None
-        self._held -= stacked.budget_tokens
-        self._compute.release(stacked.budget_tokens)
         if activations is None or not gradients:
+            if activations is not None:
+                self._adapters.discard(activations)
+            self._release(stacked.budget_tokens)
             with self._lock:
                 self._unfinished -= 1
                 self._advance()
@@ -264,6 +269,7 @@ class StackedRound:
         step: int,
         result: torch.Tensor | None,
     ) -> None:
+        self._release(stacked.budget_tokens)
         with self._lock:
             self._unfinished -= 1
             for member in scales:
@@ -278,12 +284,23 @@ class StackedRound:
                     member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
 
     def _when_complete(self, begun: Future[Result], work: Callable[[Result], None]) -> None:
-        if begun.done():
+        """Call ``work`` with the result of a pass; see `Session.when_complete`."""
+        if begun.done() and not self._passes:
             work(begun.result())
-        else:
-            begun.add_done_callback(
-                lambda _: self._put(Priority.CLEANUP, lambda: work(begun.result()))
-            )
+            return
+        self._passes += 1
+        begun.add_done_callback(
+            lambda done: self._put(Priority.CLEANUP, partial(self._complete, done, work))
+        )
+
+    def _complete(self, done: Future[Result], work: Callable[[Result], None]) -> None:
+        self._passes -= 1
+        work(done.result())
+
+    def _release(self, budget_tokens: int) -> None:
+        budget_tokens = min(budget_tokens, self._held)  # 0 if `_clean` has released all
+        self._held -= budget_tokens
+        self._compute.release(budget_tokens)
 
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
         """Clip the gradients, answer all members, and take a step of the optimizer."""
@@ -337,6 +354,6 @@ class StackedRound:
                 return
             self._compute.withdraw(self)
             self._stacked.clear()
-        self._compute.release(self._held)
-        self._held, self._counted = 0, 0.0
+        self._release(self._held)
+        self._counted = 0.0
         self._adapters.zero_grad()

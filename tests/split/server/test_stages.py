@@ -1,12 +1,16 @@
 """The body in stages on several hosts, here processes of this machine."""
 
+import gc
+import itertools
 import re
+import signal
 import socket
 import ssl
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,8 +24,10 @@ from split.address import parse_address
 from split.model.adapters import take_apart
 from split.model.partition import partition_of
 from split.protocol.errors import LaneError
+from split.protocol.evaluation import Prompts
 from split.protocol.frames import Padding
 from split.server.body import load_body
+from split.server.generation_batch import GenerationBatch
 from split.server.stage import make_tls_context, open_tls
 from tests.marks import nightly
 from tests.split.clients import (
@@ -151,6 +157,48 @@ def test_stages_compute_different_micro_batches_at_the_same_time(base, two):
         body.start(torch.randn(size), padding).result(60)
     with pytest.raises(ConnectionError, match="was closed"):
         body.remove("own")  # doesn't wait for the pass that failed
+
+
+def test_what_finished_or_abandoned_passes_need_is_freed_at_once(base, two):
+    body = load_body(base, ModelSettings(name=str(base), dtype="float32"), split_settings(**two))
+    body.attach(ADAPTER, "own")
+    body.use("own")
+    padding = Padding("right", torch.tensor([5, 5]))
+    gc.disable()
+    try:
+        hidden = torch.randn(2, 5, body.hidden_size, requires_grad=True)
+        abandoned, finished = (body.start(hidden, padding).result(60) for _ in range(2))
+        body.propagate_back(finished, torch.ones_like(finished.output)).result(60)
+        body.discard(abandoned)
+        for number, each in zip(abandoned.passes, body.stages, strict=True):
+            with pytest.raises(RuntimeError, match="KeyError"):
+                each.call("backward", {"gradient": torch.zeros(1)}, number=number)
+        kept = [weakref.ref(hidden), weakref.ref(finished.output)]
+        del abandoned, finished, hidden
+        wait_until(lambda: not any(each() is not None for each in kept), 10.0)
+        prompts = Prompts(0, 0, torch.randn(1, 5, 3), Padding("left", torch.tensor([5])), 9)
+        with pytest.raises(RuntimeError, match="failed"):  # the hidden states are too small
+            GenerationBatch(body, ADAPTER, None).begin(prompts, None, None)
+        for number, each in itertools.product(range(40), body.stages):
+            with pytest.raises(RuntimeError, match="KeyError"):
+                each.call("repeat", number=number, times=1)
+    finally:
+        gc.enable()
+        body.close()
+
+
+def test_a_late_answer_is_not_taken_for_that_of_another_call(base, key):
+    model = ModelSettings(name=str(base), dtype="float32")
+    with stage(key) as (address, process):
+        body = load_body(base, model, split_settings(body_hosts=address, body_key=str(key)))
+        body.stages[0]._stream.settimeout(0.5)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConnectionError, match=f"the stage at {address} is lost: .*timed out"):
+            body.attach(ADAPTER, "own")
+        process.send_signal(signal.SIGCONT)
+        with pytest.raises(ConnectionError, match=f"the stage at {address} is lost"):
+            body.attach(ADAPTER, "other")
+        body.close()
 
 
 @pytest.mark.parametrize("kind", ["lora", nightly("prefix")])
