@@ -19,6 +19,8 @@ from client_app.audit import AuditError, AuditLog
 from federation.site_policy import SitePolicy
 from finetuning.files import replacing, write_secret
 
+_KEY = "key"
+
 
 def digest_of_row(fields: Mapping[str, Any]) -> bytes:
     """Return the SHA-256 digest of a row as it is in its file; the order of keys doesn't matter."""
@@ -54,18 +56,23 @@ Uses = dict[str, dict[str, set[int]]]
 
 
 def find_uses(policy: SitePolicy, digests: Iterable[bytes]) -> list[Uses]:
-    """Return the uses of each row."""
+    """Return the uses of each row; raise ``AuditError`` if files of the ledger are missing."""
     folder = _folder(policy)
-    if not folder.exists():
+    lines = [line for line in AuditLog(policy.audit_file).lines() if "row-set" in line]
+    if not lines:
         return [{} for _ in digests]
+    names = {str(line["row-set"]) for line in lines}
+    if missing := [name for name in (_KEY, *names) if not (folder / name).is_file()]:
+        raise AuditError(
+            f"the audit log names {len(names)} sets of rows, but {len(missing)} files of the row "
+            f"ledger are missing in {folder}, so uses can't be found: restore the folder"
+        )
     with _locked(folder):
         wanted = _keyed(_key(folder), digests)
-    sets: dict[str, set[str]] = {}
-    for file in folder.glob("?" * 64):
-        sets[file.name] = set(wanted).intersection(file.read_text().split())
+    sets = {name: set(wanted).intersection((folder / name).read_text().split()) for name in names}
     uses: dict[str, Uses] = {each: {} for each in wanted}
-    for line in AuditLog(policy.audit_file).lines():
-        for each in sets.get(str(line.get("row-set")), ()):
+    for line in lines:
+        for each in sets[str(line["row-set"])]:
             own = uses[each].setdefault(str(line["run"]), {})
             own.setdefault(str(line["kind"]), set()).add(line["round"])
     return [uses[each] for each in wanted]
@@ -80,7 +87,7 @@ def _locked(folder: Path) -> FileLock:
 
 
 def _key(folder: Path) -> bytes:
-    file = folder / "key"
+    file = folder / _KEY
     if not file.exists():
         write_secret(file, secrets.token_bytes(32))
     return file.read_bytes()

@@ -116,7 +116,9 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory):
 def nginx():
     """Skip tests that need nginx if it is missing; in CI, fail instead."""
     if shutil.which("nginx") is None:
-        reason = "nginx is not installed; on Debian: apt-get install nginx-light"
+        reason = (
+            "nginx is not installed; on Debian: apt-get install nginx-light libnginx-mod-stream"
+        )
         if "CHAMBERS_CI" in os.environ:
             pytest.fail(reason)
         pytest.skip(reason)

@@ -111,6 +111,8 @@ def test_the_ledger_tells_which_rows_were_used_without_their_text(evidence, tmp_
     assert "asked.jsonl:2: not used" in said
     ledger = b"".join(f.read_bytes() for f in (evidence.folder / "state" / "rows").iterdir())
     assert not any(str(value).encode() in ledger for value in rows[0].values())
+    (evidence.folder / "state" / "rows").rename(evidence.folder / "elsewhere")
+    assert "files of the row ledger are missing" in evidence.command("used", asked, status=2)
 
 
 def test_a_verdict_on_the_global_adapter_leaves_without_figures(evidence):
