@@ -14,7 +14,7 @@ BySeed = Sequence[NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval, which is NaN if there is only one value."""
+    """A mean with its confidence interval, which is NaN if it isn't known."""
 
     mean: float  # mean over seeds of the means over questions
     low: float
@@ -35,6 +35,9 @@ def interval(
     both by Student's t. If all seeds have ``shared`` questions, the latter is of each question's
     mean over seeds, so more seeds don't reduce it. The former also contains an effect of the
     questions, so the interval is somewhat too wide.
+
+    If all values are 0, or all are 1, and none can be smaller or larger, the interval is the exact
+    one of a share. It isn't known if all values are equal otherwise, or there is only one.
     """
     means, counts = [float(of_seed.mean()) for of_seed in values], [len(each) for each in values]
     if shared:
@@ -45,8 +48,11 @@ def interval(
     errors = np.array([_error(np.array(means)), of_questions])
     quantiles = t.ppf((1 + confidence) / 2, [max(1, len(means) - 1), max(1, freedom)])
     half, mean = float(np.linalg.norm(errors * quantiles)), float(np.mean(means))
-    if sum(counts) == 1:
-        return Interval(mean, math.nan, math.nan, tuple(means))
+    if np.allclose(errors, 0.0, atol=1e-12):
+        questions = counts[0] if shared else sum(counts)
+        is_share = (lowest, highest) == (0.0, 1.0) and mean in (0.0, 1.0) and questions > 1
+        half = 1 - ((1 - confidence) / 2) ** (1 / questions) if is_share else math.nan
+        return Interval(mean, max(mean - half, 0.0), min(mean + half, 1.0), tuple(means))
     return Interval(mean, max(lowest, mean - half), min(highest, mean + half), tuple(means))
 
 

@@ -2,14 +2,16 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,14 +63,38 @@ class Experimenting:
             self._measure(experiment, size, folder)
         elif not results.is_file():
             raise CommandError(f"there is no {results}; run the experiment without --render")
-        print(write_pages(experiment, read_records(results)[1], folder))
+        about, records = read_records(results)
+        if self.render:
+            self._check_recorded(experiment, size, about, results)
+        print(write_pages(experiment, records, folder))
         return 0
+
+    def _check_recorded(
+        self, experiment: Experiment, size: Size, about: Mapping[str, Any], results: Path
+    ) -> None:
+        """Print which runs are missing in results or had other settings.
+
+        Raise ``CommandError`` if the results are those of another experiment or size.
+        """
+        given = about["experiment"], about["size"]
+        if given != (self.file.name, self.size):
+            raise CommandError(f"{results} has the results of {given[0]}, size {given[1]}")
+        shown = {arm for table in experiment.tables for arm in (*table.arms, table.against)}
+        # The clients with runs of their own are known only if their data are.
+        for run in runs_of(experiment, size, dict.fromkeys(experiment.variants, ())):
+            recorded = about["runs"].get(run.name)
+            if run.arm in shown and recorded is None:
+                print(f"not recorded: {run.name}", file=sys.stderr)
+            elif recorded is not None:
+                other = [k for k, v in run.recorded.items() if recorded.get(k, v) != v]
+                if other:
+                    print(f"recorded with another {', '.join(other)}: {run.name}", file=sys.stderr)
 
     def _measure(self, experiment: Experiment, size: Size, folder: Path) -> None:
         from chambers.experiment.measuring import measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
-        from chambers.experiment.results import write_records
-        from chambers.experiment.running import check_settings
+        from chambers.experiment.results import GLOBAL, write_records
+        from chambers.experiment.running import check_settings, digest_of_data
 
         common = experiment.settings | size.settings
         configs = {
@@ -77,6 +103,12 @@ class Experimenting:
         }
         self._refuse_measures(experiment, configs)
         clients = {variant: client_names(config) for variant, config in configs.items()}
+        alone = [name for name, arm in experiment.arms.items() if arm.each_client]
+        for names, arm in product(clients.values(), alone):
+            if not names:
+                raise CommandError(f"{self.file}: {arm} needs a folder for each client")
+        if any(GLOBAL in names for names in clients.values()):
+            raise CommandError(f"{self.file}: a client's folder can't be called {GLOBAL}")
         runs = {
             run: self._check_settings(run.settings, f"arms.{run.arm}", run.clients)
             for run in runs_of(experiment, size, clients)
@@ -87,10 +119,11 @@ class Experimenting:
             for seed in size.seeds
         }
         folder.mkdir(parents=True, exist_ok=True)
+        data = {variant: digest_of_data(config) for variant, config in configs.items()}
+        for run in runs:
+            check_settings(run, folder, data[run.variant])
         with (folder / "commits.txt").open("a", encoding="utf-8") as file:
             print(_commit(), file=file)  # a continued experiment keeps the results before
-        for run in runs:
-            check_settings(run, folder)
         with ProcessPoolExecutor(
             self.jobs, get_context("spawn"), initializer=_set_up, initargs=(self.jobs,)
         ) as pool:
@@ -185,9 +218,13 @@ def _set_up(jobs: int) -> None:
 
 def _commit() -> str:
     """Return this checkout's commit, marked if files have changed since."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    git = ["git", "-C", str(Path(__file__).parent)]
+    # An installed copy may lie in a checkout of something else.
+    for words in (["ls-files", "--error-unmatch", __file__], ["describe", "--always", "--dirty"]):
+        try:
+            done = subprocess.run([*git, *words], capture_output=True, text=True, check=False)
+        except OSError:
+            return "unknown"
+        if done.returncode:
+            return "unknown"
+    return done.stdout.strip()

@@ -1,9 +1,11 @@
 """Carry out an experiment's runs, and measure their models, question by question."""
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, get_args
@@ -11,9 +13,9 @@ from typing import Any, get_args
 import torch
 
 from chambers.experiment.leaks import Attacks
-from chambers.experiment.plan import Experiment, Leak, Measure, PlannedRun, Reported
+from chambers.experiment.plan import CONSTANT, Experiment, Leak, Measure, PlannedRun, Reported
 from chambers.experiment.questions import Group, group_name, secrets_of
-from chambers.experiment.results import BASE, CONSTANT, GLOBAL, Record, read_records, write_records
+from chambers.experiment.results import BASE, GLOBAL, Record, read_records, write_records
 from chambers.experiment.running import carry_out
 from federation.run_config import RunConfig
 from federation.run_folder import METRICS_FILE, read_events
@@ -48,7 +50,7 @@ def measure_untrained(
     arms = [name for name, arm in experiment.arms.items() if not arm.trained]
     if arms:
         own = {name: sorted(_measures_of(experiment, name) - _REPORTED) for name in arms}
-        about = {"settings": config.flat(), "measures": own, "questions": _counts(groups)}
+        about = {"settings": config.flat(), "measures": own, "questions": _digests(groups)}
 
         def measure() -> Iterator[Record]:
             measuring = Measuring(config.model_copy(update={"seed": seed}))
@@ -79,7 +81,7 @@ def measure_run(
     about = {
         "run": directory.name,
         "measures": measures,
-        "questions": _counts(groups),
+        "questions": _digests(groups),
         "models": list(adapters),
     }
 
@@ -106,8 +108,14 @@ def _stored(
     return records
 
 
-def _counts(groups: Sequence[Group]) -> dict[str, int]:
-    return {group.name: len(group.rows) for group in groups}
+def _digests(groups: Sequence[Group]) -> dict[str, str]:
+    """Return the SHA-256 digest of each group's questions, which may be moved to other files."""
+    digests = {}
+    for group in groups:
+        rows = [replace(row, origin="") for row in group.rows]
+        questions = [replace(question, origin="") for question in group.questions]
+        digests[group.name] = hashlib.sha256(repr((rows, questions)).encode()).hexdigest()
+    return digests
 
 
 class Measuring:

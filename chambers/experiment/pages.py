@@ -7,8 +7,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from chambers.experiment.plan import Experiment, Measure, ResultTable
-from chambers.experiment.results import CONSTANT, UNITS, Record, TableRow, rows_of
+from chambers.experiment.plan import CONSTANT, Experiment, Measure, ResultTable
+from chambers.experiment.results import UNITS, Record, TableRow, rows_of
 from chambers.intervals import Interval
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
     columns = [column for column in columns if column not in chance]
     because = "no trained model was shown to be better than the same answer to every question"
     note = f"Left out, because {because}: {', '.join(chance)}.\n" if chance else ""
+    if absent := sorted({*table.arms} - {row.arm for row in rows}):
+        note += f"No values were recorded of: {', '.join(absent)}.\n"
     if not columns:
         return note
     gains = [each for each in next((row.gains for row in rows if row.gains), {}) if each in columns]
@@ -70,7 +72,9 @@ def _markdown(experiment: Experiment, table: ResultTable, rows: Sequence[TableRo
             cells.append(f"*{values[name]:g}*" if name in values else "")
         lines.append(_line([row.label, *cells]))
     over = _OVER.get(table.measure.partition("-")[0], "questions")
-    about = f"In {UNITS.get(table.measure, '%')}, with 95 % intervals over seeds and {over}."
+    seeds = max(len(cell.seeds) for row in rows for cell in row.cells.values())
+    over = f"{over} (one seed)" if seeds == 1 else f"{seeds} seeds and {over}"
+    about = f"In {UNITS.get(table.measure, '%')}, with 95 % intervals over {over}."
     return "\n".join([about, "", *lines, f"\n{note}" if note else ""])
 
 

@@ -37,6 +37,9 @@ Reported = Literal["distance", "penalty_gradient_share"]
 Measure = Literal[_Likelihood, _Text, Leak, Reported]
 
 
+CONSTANT = "constant"  # name of always giving the same answer, in records
+
+
 class Arm(Section):
     """A way of training to compare, such as a strategy, or the untrained base model."""
 
@@ -47,6 +50,12 @@ class Arm(Section):
     privacy: PrivacyPolicy | None = None  # of the clients' site policies
     personalised: bool = False  # whether the clients' personalised models are measured, too
     clients: int | None = Field(None, gt=0)  # None: the default of `chambers train`
+
+    @model_validator(mode="after")
+    def _check_untrained(self) -> "Arm":
+        if not self.trained and self.model_fields_set - {"label", "trained"}:
+            raise ValueError("with trained = false, there is only a label: no run has settings")
+        return self
 
     @field_validator("privacy")
     @classmethod
@@ -111,6 +120,8 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> "Experiment":
+        if CONSTANT in self.arms:
+            raise ValueError(f"an arm can't be called {CONSTANT}")
         for table in self.tables:
             published = [name.partition(" ")[0] for name in table.published]
             for arm in (*table.arms, *published, table.against):

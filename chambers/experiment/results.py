@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chambers.experiment.plan import Experiment, Measure, ResultTable
+from chambers.experiment.plan import CONSTANT, Experiment, Measure, ResultTable
 from chambers.intervals import BySeed, Interval, are_equal, interval
 from finetuning.files import write_file
 
-GLOBAL, BASE, CONSTANT = "global", "base", "constant"
+GLOBAL, BASE = "global", "base"
 ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
 # Measures that aren't shares, with their units.

@@ -1,5 +1,6 @@
 """Carry out an experiment's runs in this process."""
 
+import hashlib
 import json
 import os
 import sys
@@ -65,9 +66,26 @@ def _write_policies(run: PlannedRun, config: RunConfig, state: Path, clients: in
     return files
 
 
-def check_settings(run: PlannedRun, folder: Path) -> None:
-    """Record a new run's settings; raise ``CommandError`` if its folder has different ones."""
+def digest_of_data(config: RunConfig) -> str:
+    """Return the SHA-256 digest of the files in ``data.path``; empty for other data."""
+    path = Path(config.data.path).expanduser()
+    if not config.data.path or not path.exists():
+        return ""
+    digest = hashlib.sha256()
+    for file in sorted(each for each in (path, *path.rglob("*")) if each.is_file()):
+        digest.update(f"{file.relative_to(path)}\n".encode())
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def check_settings(run: PlannedRun, folder: Path, data: str) -> None:
+    """Record a new run's settings, and the digest of its data if there is one.
+
+    Raise ``CommandError`` if its folder has different ones.
+    """
     file, settings = folder / "runs" / run.name / "settings.json", run.recorded
+    settings |= {"data": data} if data else {}
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, settings)

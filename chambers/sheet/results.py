@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class SheetResults:
     annotators: int  # number of sheets
     questions: int
     # Mean scores by model and criterion (FedJudge, table 5), with half the width of their 95 %
-    # confidence intervals over questions, by Student's t, if there are several questions.
+    # confidence intervals over questions, by Student's t, unless all are equal.
     means: Mapping[str, Mapping[str, str]]
     # Krippendorff's alpha by criterion, with the interval metric, since means also treat
     # scores as evenly spaced. 1 is perfect agreement, 0 is chance. None if alpha is undefined,
@@ -103,10 +104,9 @@ def _mean(scores: SheetScores, key: Key, model: str, criterion: str) -> str:
     for name, values in scores.items():
         if key.rows[name].model == model:
             by_question[key.rows[name].question].append(values[criterion])
-    means = [mean(values) for values in by_question.values()]
-    if len(means) == 1:
-        return f"{means[0]:.2f}"
-    found = interval([np.array(means)])
+    found = interval([np.array([mean(values) for values in by_question.values()])])
+    if math.isnan(found.high):
+        return f"{found.mean:.2f}"
     return f"{found.mean:.2f} ± {found.high - found.mean:.2f}"
 
 

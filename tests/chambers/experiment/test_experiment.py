@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from chambers.__main__ import main
+from chambers.errors import CommandError
 from chambers.experiment.command import RESULTS
 from chambers.experiment.plan import read_experiment, runs_of
 from chambers.experiment.results import Record, write_records
+from chambers.experiment.running import check_settings
 from federation.run_config import parse_run_config
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +76,8 @@ def render(file, tmp_path, capsys):
     """Return a function that makes a page of records."""
 
     def page(records):
-        write_records(tmp_path / RESULTS, {}, records)
+        about = {"experiment": file.name, "size": "small", "runs": {}}
+        write_records(tmp_path / RESULTS, about, records)
         assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 0
         return capsys.readouterr().out
 
@@ -101,6 +104,8 @@ def cells_of(page):
         ("all = 0.05", "own = 0.05", "articles: equal must be of all"),
         ("trained = false", "privacy = { epsilom = 1.0 }", "arms.bare.privacy"),
         ("trained = false", "privacy = { delta = 1e-6 }", "needs epsilon"),
+        ("trained = false", "trained = false\nsettings = { rounds = 2 }", "there is only a label"),
+        ("[arms.bare]", "[arms.constant]", "an arm can't be called constant"),
         (
             '"data.generated" = "matters"',
             '"data.path" = "."\n"data.task" = "cb"',
@@ -126,6 +131,28 @@ def test_a_size_and_a_folder_must_be_right(file, tmp_path, capsys):
     assert "add --resume" in capsys.readouterr().err
     assert main(["experiment", str(file), "--output", str(tmp_path), "--render"]) == 2
     assert RESULTS in capsys.readouterr().err
+
+
+def test_results_of_other_experiments_settings_and_data_are_named(file, tmp_path, capsys):
+    experiment = read_experiment(file)
+    runs = [*runs_of(experiment, experiment.sizes["small"], {"": ()})]
+    about = {"experiment": file.name, "size": "small", "runs": {runs[0].name: {"rounds": 2}}}
+    words = ["experiment", str(file), "--output", str(tmp_path), "--render"]
+    write_records(tmp_path / RESULTS, about, records(together=GROUPS))
+    assert main(words) == 0
+    said = capsys.readouterr()
+    expected = ["recorded with another rounds: together-seed-3", "not recorded: together-seed-4"]
+    assert said.err.splitlines() == expected
+    assert "intervals over 2 seeds and questions" in said.out
+    write_records(tmp_path / RESULTS, about, records(together=GROUPS)[:1])
+    assert main(words) == 0
+    assert "No values were recorded of: " in capsys.readouterr().out
+    write_records(tmp_path / RESULTS, about | {"size": "full"}, [])
+    assert main(words) == 2
+    assert f"has the results of {file.name}, size full" in capsys.readouterr().err
+    check_settings(runs[0], tmp_path, "the first rows")
+    with pytest.raises(CommandError, match=r"different settings \(data\)"):
+        check_settings(runs[0], tmp_path, "other rows")
 
 
 def test_each_seed_has_a_run_for_each_arm_or_client_alone(file):
@@ -209,12 +236,11 @@ def test_tables_and_plots_are_made_of_results_alone(render, tmp_path):
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
     table = {row[1]: row[2:-1] for row in rows if len(row) > 2}
     assert table[""] == [*GROUPS, "all", "all − alone", f"all {WITHIN}", "all, published"]
-    none, each = (f"{n} ({n} to {n})" for n in (0, 100))
-    assert table["alone, school-2"][:3] == [none, each, none]
+    assert table["alone, school-2"][:3] == ["0 (0 to 60)", "100 (40 to 100)", "0 (0 to 60)"]
     assert table["alone, school-2"][3].startswith("33 (")
-    assert table["the same answer"][:1] == ["8 (8 to 8)"]
+    assert table["the same answer"][:1] == ["8"]
     # Trained alone, one client of three knows the answer to each question.
-    assert table["together"][3:5] == ["100 (100 to 100)", "**67 (67 to 67)**"]
+    assert table["together"][3:5] == ["100 (74 to 100)", "67"]
     assert table["together"][-1] == "*71.4*"
     assert (tmp_path / "articles.md").read_text() in page
     picture = (tmp_path / "articles.svg").read_text()

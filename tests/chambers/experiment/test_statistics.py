@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_1samp
+from scipy.stats import binomtest, ttest_1samp
 
 from chambers.intervals import are_equal, interval
 
@@ -66,5 +66,15 @@ def test_a_single_value_shows_nothing():
 def test_an_interval_ends_at_the_possible_values():
     found = interval([np.array([1.0, 0.0, 1.0, 1.0])], lowest=0.5, highest=1.0)
     assert (found.low, found.mean, found.high) == (0.5, 0.75, 1.0)
-    same = interval([np.array([0.25])] * 2)
-    assert same.low == same.high == 0.25
+
+
+def test_equal_values_are_no_proof():
+    none = interval([np.zeros(9)], lowest=0.0, highest=1.0)
+    exact = binomtest(0, 9).proportion_ci(method="exact")
+    assert (none.low, none.mean, none.high) == (0.0, 0.0, pytest.approx(exact.high))
+    every = interval([np.ones(4), np.ones(5)], lowest=0.0, highest=1.0)
+    assert (every.low, every.high) == (pytest.approx(1 - exact.high), 1.0)
+    for values, limits in ((0.25, (0.0, 1.0)), (0.0, (-1.0, 1.0))):
+        found = interval([np.full(3, values)] * 2, False, *limits)
+        assert found.mean == values and np.isnan([found.low, found.high]).all()
+    assert not are_equal([np.zeros(2)] * 3, 1.0)
