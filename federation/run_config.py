@@ -49,7 +49,7 @@ class RunConfig(Section):
     """All settings of a run; most are grouped in sections, such as ``train``."""
 
     strategy: StrategyName = Field(
-        "fedjudge-cl",
+        "fedjudge-base",
         description="; ".join(f"`{name}`: {method.description}" for name, method in METHODS.items())
         + ".",
     )
