@@ -182,7 +182,7 @@ def check_beginning(config: RunConfig, clients: int) -> None:
     if config.resume:
         run = Path(config.resume).expanduser()
         check_resumable(run, config)
-        _check_clients(run, clients, config)
+        check_clients(run, clients, config)
     elif config.initial_adapter:
         try:
             check_folder(Path(config.initial_adapter).expanduser())
@@ -190,7 +190,7 @@ def check_beginning(config: RunConfig, clients: int) -> None:
             raise CommandError(f"initial-adapter: {error}") from error
 
 
-def _check_clients(run: Path, clients: int, config: RunConfig) -> None:
+def check_clients(run: Path, clients: int, config: RunConfig) -> None:
     """Check that a run is resumed with as many clients as before; else their rows would change.
 
     With ``sample`` < 1, only the clients that were drawn are known.

@@ -79,6 +79,11 @@ class Withdraw:
             if begun["client"] != self.name:
                 raise CommandError(f"{begun['client']} was withdrawn before: name --run {new}")
         else:
+            if not coordinator:
+                from chambers.settings import count_clients
+                from chambers.train import check_clients
+
+                check_clients(run, self.clients or count_clients(recorded), original)
             new = prepare(run, original, events, self.name)
         print(f"the run without {self.name}: {new}", file=sys.stderr)
         if any(event["event"] == "train" and "withheld" in event for event in events):
@@ -115,8 +120,9 @@ def first_round(events: Sequence[Event], name: str, config: "RunConfig") -> int:
     if not rounds:
         raise CommandError(f"{name} has taken no part in the run: see {METRICS_FILE}")
     # With ``sample``, its presence changes which others are drawn. Clients keep the state of an
-    # optimizer for two rounds only.
+    # optimizer for two rounds only, and models trained alone belong to the old lineage.
     is_separable = config.sample == 1 and config.train.optimizer_state == "reset"
+    is_separable = is_separable and not config.evaluate.alone
     return min(rounds) if is_separable else 0
 
 
@@ -149,7 +155,9 @@ def prepare(run: Path, config: "RunConfig", events: Sequence[Event], name: str) 
     lineage = uuid.uuid4().hex
     if first > 1 and first - 1 in numbers:
         before = load_run_checkpoint(run, first - 1)
-        start = replace(before, progress=replace(before.progress, lineage=lineage))
+        # The new run has no personalised adapters, which are of the old lineage.
+        progress = replace(before.progress, lineage=lineage)
+        start = replace(before, progress=progress, rounds={})
     else:
         state, _ = first_adapter(config, locate(config.model.name))
         start = RunCheckpoint(Progress(lineage=lineage), state, {}, {}, 0)

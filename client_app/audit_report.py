@@ -104,19 +104,20 @@ def audit(log: AuditLog, recorded: Iterable[tuple[int, str]] = ()) -> Audit:
 
     ``recorded`` are numbers and digests of lines.
     """
-    found, wanted, digests = Audit(), dict(recorded), {}
+    found, wanted, digests = Audit(), sorted(set(recorded)), {}
+    numbers = {number for number, _ in wanted}
     for raw in log.raw_lines():
         line = parse_line(raw)
         _check(found, line)
         found.digest = digest_of_line(raw)
-        if found.lines in wanted:
+        if found.lines in numbers:
             digests[found.lines] = found.digest
         if "run" in line:
             with suppress(KeyError, TypeError):  # of a line that was changed
                 found.runs.setdefault(str(line["run"]), RunAudit()).add(line)
         else:
             found.refused += line.get("event") == "refused"
-    for number, digest in wanted.items():
+    for number, digest in wanted:
         if number > found.lines:
             found.problems.append(
                 f"a coordinator has recorded line {number}, but the log ends with line "

@@ -104,7 +104,12 @@ def own_rank(config: RunConfig, node: Mapping[str, Scalar]) -> int:
     """
     settings = config.adapter
     if numbers := settings.numbered_ranks:
-        return numbers[int(node.get("partition-id", 0)) % len(numbers)]
+        if "partition-id" not in node:
+            raise DataError(
+                f'adapter.ranks = "{settings.ranks}" is for simulations; with adapter.ranks = '
+                '"site", the site files contain the ranks'
+            )
+        return numbers[int(node["partition-id"]) % len(numbers)]
     rank = int(node.get("rank", 0))
     if not 0 < rank <= settings.rank:
         raise DataError(

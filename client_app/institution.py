@@ -50,11 +50,12 @@ class Institution:
     model_files: Stamps  # stamps of the base model's files, and of the GGUF file, if any
     data_files: Stamps
 
-    def rows_used(self, kind: str, instruction: Instruction) -> list[bytes]:
+    def rows_used(self, kind: str, instruction: Instruction, tests_leaks: bool) -> list[bytes]:
         """Return the digests of the rows that a train or evaluate message uses."""
-        own = self.row_digests["training"] if kind == "train" or instruction.importance else []
-        asks = kind == "evaluate" and instruction.losses
-        return [*own, *(self.row_digests["held-out"] if asks else [])]
+        trains = kind == "train" or instruction.importance or tests_leaks
+        asks = (kind == "evaluate" and instruction.losses) or tests_leaks
+        digests = self.row_digests
+        return [*(digests["training"] if trains else []), *(digests["held-out"] if asks else [])]
 
     def drawn(self, seed: int, count: int) -> list[Example]:
         """Return a random sample of at most ``count`` training examples, given a run's seed."""

@@ -118,21 +118,21 @@ class PrivacyAccount:
         entries = _parse(self._log, lines)
         missing = _total(_parse(self._audit_log, logged)) - _total(entries)
         if missing:
-            event, log, account, folder = (
+            event, account, folder, *logs = (
                 shlex.quote(str(each))
                 for each in (
                     '"event": "privacy"',
-                    self._audit_log.path,
                     self._log.path,
                     self._log.path.parent,
+                    *self._audit_log.files(),
                 )
             )
             raise PolicyError(
                 "the site's privacy account lacks training steps that the audit log contains "
                 f"({missing.total()}), so the remaining ε can't be computed: restore the account, "
                 "also from the audit logs of other policies that name it (docs/operations.md): "
-                f"grep --no-filename {event} {log} > {account} && chmod 600 {account} && "
-                f"chown --reference={folder} {account}"
+                f"grep --no-filename {event} {' '.join(logs)} > {account} && chmod 600 {account} "
+                f"&& chown --reference={folder} {account}"
             )
         return entries
 

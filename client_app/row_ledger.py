@@ -45,8 +45,9 @@ def record_rows(policy: SitePolicy, digests: Iterable[bytes]) -> str:
                     aside.write_bytes(content)
                     aside.chmod(0o600)
     except OSError as error:
+        reason = error.strerror or error
         raise AuditError(
-            f"nothing leaves this site, because its row ledger can't be written: {error.strerror}"
+            f"nothing leaves this site, because its row ledger can't be written: {reason}"
         ) from error
     return name
 
@@ -89,6 +90,8 @@ def _locked(folder: Path) -> FileLock:
 def _key(folder: Path) -> bytes:
     file = folder / _KEY
     if not file.exists():
+        if any(folder.glob("[0-9a-f]" * 64)):
+            raise AuditError(f"the row ledger's key {file} is missing: restore it")
         write_secret(file, secrets.token_bytes(32))
     return file.read_bytes()
 

@@ -73,6 +73,11 @@ class Instruction:
     # In evaluate messages: the message contains the run's final weights; save them.
     final: StrictBool = False
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluate message is needed."""
+        return self.losses or self.importance or self.final
+
     def to_record(self) -> ConfigRecord:
         """Return the instruction as a ConfigRecord."""
         return ConfigRecord(asdict(self))

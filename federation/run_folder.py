@@ -46,6 +46,7 @@ _MAY_CHANGE = {
     "train.checkpoint-minutes",
     "exclude",
     "keep-rounds",
+    "report-to",
     "split.window",
     "split.body-devices",
     "split.body-hosts",

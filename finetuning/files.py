@@ -159,8 +159,8 @@ def write_secret(target: Path, content: bytes) -> None:
 
 
 def stamps(path: Path) -> Stamps:
-    """Return the path, size and modification time of a file, or of each file in a folder."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    """Return the path, size and modification time of a file, or of all files in a folder."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [(str(file), file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 

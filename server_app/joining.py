@@ -26,19 +26,25 @@ def count_rows(latest: Mapping[str, Mapping[str, Event]]) -> str:
 
 
 def mean_losses(latest: Mapping[str, Mapping[str, Event]]) -> dict[str, dict[str, str]]:
-    """Return the mean loss of each model, over the clients for which all losses are known."""
+    """Return the mean loss of each model, over the clients for which all current losses are known.
+
+    The mean of a group of masked sums counts as often as it has members.
+    """
+    rounds = [own["global"].get("round", 0) for own in latest.values() if "global" in own]
     whole = [
         own
         for own in latest.values()
         if all(isfinite(model.get("loss", math.nan)) for model in own.values())
+        and own.get("global", {}).get("round", 0) == max(rounds, default=0)
     ]
     if not whole:
         return {}
-    count = sum(len(next(iter(own.values())).get("clients", [""])) for own in whole)
+    weights = [len(next(iter(own.values())).get("clients", [""])) for own in whole]
+    count = sum(weights)
     clients = f"{count} client" + "s" * (count > 1)
     return {
         f"mean held-out loss{count_rows(latest)} (lower is better), {clients}": {
-            name: f"{fmean(own[name]['loss'] for own in whole):.3f}" for name in whole[0]
+            name: f"{fmean([own[name]['loss'] for own in whole], weights):.3f}" for name in whole[0]
         }
     }
 

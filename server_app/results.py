@@ -155,6 +155,10 @@ class Results:
         """Delete a round's unusable adapters, and its checkpoint if there is an earlier one."""
         discard_checkpoint(self.directory, round_number)
         remove_whole(self._trained(round_number))
+        if self._global_round == round_number:  # published, because the round had no evaluation
+            remove_whole(self.directory / "adapters" / "global")
+            for client in (name for name, last in self._rounds.items() if last == round_number):
+                remove_whole(self.directory / "adapters" / "clients" / client)
 
     def _save_adapter(
         self,
@@ -210,7 +214,11 @@ class Results:
                 log(WARNING, text, self._metrics)
                 events = events[: events.rfind(b"\n") + 1]
             metrics.truncate(len(events))
-        self._tracking.resume(read_events(self._metrics))
+        recorded = read_events(self._metrics)
+        for event in recorded:
+            if event["event"] == "release":
+                self._releases[event["client"]] = event
+        self._tracking.resume(recorded)
 
     def close(self) -> None:
         """End the trackers."""

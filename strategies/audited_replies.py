@@ -21,14 +21,18 @@ class AuditedReplies:
         self._journal = journal
         self._last: dict[str, int] = {}
 
-    def record(self, reply: Message, client: str) -> None:
-        """Record a reply's line; warn if an earlier reply of the run had a later line."""
+    def record(self, reply: Message, client: str, is_late: bool) -> None:
+        """Record a reply's line; warn if an earlier reply of the run had a later line.
+
+        A late reply may have an earlier line than one that was pulled before.
+        """
         found = audit_of(reply)
         if found is None:
             return
         line, digest = found
-        before, self._last[client] = self._last.get(client, 0), line
-        if line <= before:
+        before = self._last.get(client, 0)
+        self._last[client] = max(before, line)
+        if line <= before and not is_late:
             text = "%s: its audit log was lost or restored: line %d follows line %d"
             log(WARNING, text, client, line, before)
         self._journal.record({"event": "audit", "client": client, "line": line, "digest": digest})

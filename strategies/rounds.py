@@ -277,7 +277,7 @@ class Rounds(Strategy):
             if sender := self._participants.sender_of(reply):
                 base, answers = self._instruction.base, self.config.evaluate.shown
                 expected = self._arrays.expected(sender, reference, evaluation)
-                self._audited.record(reply, sender.name)
+                self._audited.record(reply, sender.name, are_late)
                 reason = collected.add(reply, sender, base, expected, minimum, answers)
                 if not are_late:
                     self._status.add(sender.name, reason)
@@ -294,7 +294,7 @@ class Rounds(Strategy):
     ) -> Iterable[Message]:
         """Create evaluate messages for the sampled clients, if the round has an evaluation."""
         instruction = self._evaluation(server_round)
-        if not (instruction.losses or instruction.importance or instruction.final):
+        if not instruction.evaluates:
             return []
         content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
         messages = self._participants.address(MessageType.EVALUATE, content, grid, draw=0)
@@ -393,7 +393,7 @@ class Rounds(Strategy):
         """Evaluate the global adapter; return it, or the average that late replies have changed."""
         round_number = self.progress.finished_rounds
         messages = list(self.configure_evaluate(round_number, arrays, ConfigRecord(), grid))
-        if messages:
+        if self._evaluation(round_number).evaluates:  # even if no client can be reached
             replies = self._exchange(messages, grid, timeout, training=False)
             self.aggregate_evaluate(round_number, replies)
             seconds = self._status.seconds

@@ -39,7 +39,14 @@ def open_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
 def open_peer_key(file: Path) -> Path:
     """Return the path of the public half of a key for masked sums; create the pair if missing."""
     public = file.with_name(f"{file.name}.pub")
-    return public if file.exists() else write_pair(file, Ed25519PrivateKey.generate(), public)
+    if not file.exists():
+        return write_pair(file, Ed25519PrivateKey.generate(), public)
+    if not public.exists():  # the command was interrupted between the two
+        key = authentication.parse_private_key(read_bytes(file))
+        if not isinstance(key, Ed25519PrivateKey):
+            raise CommandError(f"{file} is not a key for masked sums: move it away")
+        write_file(public, _line(key.public_key()))
+    return public
 
 
 def read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:

@@ -88,7 +88,7 @@ def save_merged(changed: State, directory: Path, folder: Path, dtype: str, card:
             tensors = load_file(file)
             for name, full in full_names(whole, tensors).items():
                 if full in left and changed[full].shape == tensors[name].shape:
-                    tensors[name] = changed[full].to(tensors[name].dtype, copy=True)
+                    tensors[name] = changed[full].to(new or tensors[name].dtype, copy=True)
                     left.remove(full)
             if file == files[-1] and left == {output := _output_layer(whole)}:
                 # It was tied to the token embeddings, and therefore not stored.

@@ -4,6 +4,7 @@ As in FlexLoRA (Bai et al., 2024), the weighted mean of the clients' products BA
 SVD, and each client receives the components with the largest singular values. As in raFLoRA (Wu et
 al., 2026), components that only clients of larger ranks have are weighted among these clients; with
 the weights of all clients, they would shrink in every round until they vanish (rank collapse).
+Components that no client of a round has stay as they are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -95,5 +96,9 @@ def average_ranks(
     for name, a, b in pair_factors(tensors):
         name_a = name.replace(_B, _A)
         rows, columns = stack(a, b, weights)
+        largest = max(len(value) for value in a.values())
+        # Keep the components that no client of the round has.
+        rows = torch.cat([rows, previous[name_a][largest:].double()])
+        columns = torch.cat([columns, previous[name][:, largest:].double()], dim=1)
         averaged[name_a], averaged[name] = decompose(rows, columns, previous[name_a])
     return averaged

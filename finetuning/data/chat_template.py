@@ -51,8 +51,14 @@ def render_conversation(
         if not text.startswith(until):
             raise TurnsChangeError("the chat template changes earlier turns")
         spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
-        if messages[index]["content"].strip() and spans[-1][0] == spans[-1][1]:
+        content, (start, end) = messages[index]["content"].strip(), spans[-1]
+        if content and start == end:
             raise ChatTemplateError("the chat template omits the answer")
+        if content not in text[start:end]:  # answers would not follow generation prompts
+            raise ChatTemplateError(
+                "the chat template changes the answer, such as its reasoning between <think> tags: "
+                "remove the reasoning"
+            )
     return text, spans
 
 

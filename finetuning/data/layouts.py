@@ -27,6 +27,10 @@ _IS_LEARNT = ("weight", "train")  # keys of turns in OpenAI's and axolotl's layo
 _ABOUT_TURNS = ("id", "name", "index", "model", "date", "time", "timestamp", "created_at", "lang")
 
 
+_ROLE_KEYS = {"role", "from"}
+_LIKED = ("label", "kto_tag")  # of unpaired preferences, in TRL's and LLaMA-Factory's layouts
+
+
 @dataclass(frozen=True)
 class Row:
     """A conversation: turns with the keys ``role`` (system, user, assistant) and ``content``."""
@@ -37,6 +41,7 @@ class Row:
     layout: str = ""  # the columns that were used, such as "instruction, output"
     context: frozenset[int] = frozenset()  # indices of answers that are not learnt
     unused: tuple[str, ...] = ()  # columns, and keys of turns, with content that was not used
+    label: str = ""  # the right answer of a task's question
 
 
 def question_and_answer(question: str, answer: str) -> tuple[dict[str, str], ...]:
@@ -65,6 +70,12 @@ def parse_row(
     refuse_duplicates(list(own.values()), "has two columns of the same name")
     reader = _Reader({own[k]: v for k, v in value.items() if not _is_empty(v)}, answer)
     chat = next((key for key in CHAT_COLUMNS if key in reader.content), None)
+    liked = next((key for key in _LIKED if isinstance(reader.content.get(key), bool)), None)
+    if liked:
+        raise DataError(
+            f"has {liked!r}, which says whether the answer was liked: choose the rows with liked "
+            "answers and remove the column, or name the other columns in data.columns"
+        )
     if "chosen" in reader.content or "rejected" in reader.content:
         raise DataError(
             "has preferences; to learn only the answers in 'chosen', set data.columns to "
@@ -115,7 +126,7 @@ class _Reader:
         if "history" in self.content:
             self.add_turns("history")
         before = len(self.turns)
-        if isinstance(self.content.get(question), list):
+        if self.has_turns(question):
             self.add_turns(question)
             # As in TRL, only the completion is learnt.
             self.turns[before:] = [(*turn[:2], False) for turn in self.turns[before:]]
@@ -128,10 +139,22 @@ class _Reader:
         if self.answer is not None:
             self.turns.append(("assistant", self.answer, True))
             self.used += ANSWER_COLUMNS
-        elif isinstance(self.content.get(answer), list):
+        elif self.has_turns(answer):
             self.add_turns(answer)
         else:
             self.turns.append(("assistant", self.text(answer), True))
+
+    def has_turns(self, key: str) -> bool:
+        """Return whether a column is a list of turns, perhaps as JSON text, as in CSV."""
+        value = self.content.get(key)
+        if not isinstance(value, str) or not value.lstrip().startswith("["):
+            return isinstance(value, list)
+        try:
+            turns = parse_json(value.encode(errors="surrogatepass"))
+        except DataError:
+            return False
+        are_turns = [isinstance(turn, dict) and bool(turn.keys() & _ROLE_KEYS) for turn in turns]
+        return bool(are_turns) and all(are_turns)
 
     def text(self, key: str) -> str:
         """Return a column's text, and note that the column was used."""

@@ -61,12 +61,13 @@ def _iid(rows: Sequence[Row], parts: int, random: np.random.Generator) -> list[l
 
 def _labels(rows: Sequence[Row], field: str) -> _Integers:
     """Return the number of each row's label; labels are numbered in alphabetical order."""
-    for row in rows:
-        if row.fields.get(field) in (None, ""):
+    labels = [row.fields.get(field, row.label if field == "label" else None) for row in rows]
+    for row, label in zip(rows, labels, strict=True):
+        if label in (None, ""):
             raise DataError(f"{row.origin}: no label in {field!r} (data.partition-field)")
-    names = sorted({str(row.fields[field]) for row in rows})
+    names = sorted({*map(str, labels)})
     numbers = {name: number for number, name in enumerate(names)}
-    return np.array([numbers[str(row.fields[field])] for row in rows])
+    return np.array([numbers[str(label)] for label in labels])
 
 
 def _by_label(order: _Integers, labels: _Integers, parts: int) -> list[_Integers]:

@@ -32,8 +32,9 @@ def read_task_rows(
         Row(
             messages=question_and_answer(question.prompt, question.answers[0]),
             origin=question.origin,
-            fields={"label": question.answers[0], **value},
+            fields=value,
             layout=settings.task,
+            label=question.answers[0],
         )
         for value, questions in rows
         for question in questions

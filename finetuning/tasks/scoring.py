@@ -1,6 +1,7 @@
 """Answer a task's questions with a model, and score the answers."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,11 @@ def prepare_questions(
         candidates = _continuations(questions, tokenizer)
         return Prepared(task=task, questions=questions, candidates=candidates, prompts=[])
     rows = prompt_rows([question.prompt for question in questions])
-    examples, _ = tokenize(rows, tokenizer, prompt_length)
+    examples, report = tokenize(rows, tokenizer, prompt_length)
+    if report.left_out:
+        raise DataError(f"{report.left_out} prompts don't fit in {prompt_length} tokens")
+    if report.cut:
+        print(f"prompts truncated to {prompt_length} tokens: {report.cut}", file=sys.stderr)
     prompts = [example.tokens[: example.prompt_length] for example in examples]
     return Prepared(task=task, questions=questions, candidates=[], prompts=prompts)
 

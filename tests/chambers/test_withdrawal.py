@@ -21,6 +21,7 @@ from federation.run_config import parse_run_config
 from federation.run_folder import read_events
 from finetuning.files import write_json
 from server_app.checkpoint import load_run_checkpoint
+from tests.marks import nightly
 from tests.server_app.runs import events, final, folders, run, serve
 from tests.strategies.grids import same
 
@@ -88,7 +89,9 @@ def test_it_equals_a_run_of_the_others(values, data, strategy):
     assert facts["Withdrawn"] == f"gamma: use {new.name} instead"
 
 
-def test_rounds_before_it_joined_are_used_again(values, data):
+@pytest.mark.parametrize("strategy", ["fedjudge-base", nightly("fl-glm")])
+def test_rounds_before_it_joined_are_used_again(values, data, deep_checkpoint, strategy):
+    values |= {"strategy": strategy, "model.name": str(deep_checkpoint)}
     own = settings(values, data, "three")
     Joining.trained = 0
     old = serve(own, Joining(own, nodes(3, of=3)))

@@ -67,6 +67,9 @@ def test_a_record_shows_a_changed_end_and_a_restored_log(log):
         log.append({"event": "reply"})
     (problem,) = audit(log, recorded).problems
     assert f"line {COUNT} with another digest" in problem
+    # A record of the new log doesn't hide that of the old one.
+    (problem,) = audit(log, [*recorded, (audit(log).lines, audit(log).digest)]).problems
+    assert f"line {COUNT} with another digest" in problem
 
 
 def test_rotated_files_are_one_log(log):

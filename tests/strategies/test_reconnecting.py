@@ -3,6 +3,7 @@
 import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
+from strategies.participants import TooFewClientsError
 from tests.conftest import write_rows
 from tests.in_process import MemoryJournal
 from tests.strategies.grids import SpyingGrid, start
@@ -88,6 +89,23 @@ def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
     assert "another SuperNode is already named 'beta'" in refused["left_out"][0]["reason"]
     trained = [m for m in grid.sent if m.metadata.message_type == "train"]
     assert [m.metadata.dst_node_id for m in trained][2:] == [1, 4, 1, 4, 1, 2]
+
+
+def test_a_final_evaluation_that_reaches_nobody_fails_the_run(own, nodes):
+    """Resuming the run repeats it."""
+
+    class Leaving(Restarting):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if len(participants(journal)) == 3:  # this is the last round of training
+                self.since.clear()
+            return replies
+
+    journal = MemoryJournal()
+    grid = Leaving(own, nodes, lambda *_: None)
+    with pytest.raises(TooFewClientsError, match="evaluation after round 4: 0 valid replies"):
+        start(own, grid, journal)
+    assert [e["round"] for e in journal.events if e["event"] == "evaluation-missing"] == [4]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def average(states, previous, weights=WEIGHTS):
 
 def test_equal_ranks_give_the_mean_of_the_products():
     states = {name: adapter(2, seed) for seed, name in enumerate(WEIGHTS)}
-    averaged = average(states, adapter(8, 9))
+    averaged = average(states, pad(cut(adapter(8, 9), 2), 8) | {A: adapter(8, 9)[A]})
     mean = sum(w / 6 * states[n][B].double() @ states[n][A].double() for n, w in WEIGHTS.items())
     torch.testing.assert_close(averaged[B] @ averaged[A], mean.float(), atol=1e-5, rtol=1e-5)
     # A client of a smaller rank gets the best approximation (Eckart and Young).
@@ -44,6 +44,13 @@ def test_padding_and_completion_keep_what_a_client_has():
     whole = complete(small, large)
     assert all(torch.equal(cut(whole, 2)[n], small[n]) for n in small)
     assert torch.equal(whole[A][2:], large[A][2:]) and torch.equal(whole[B][:, 2:], large[B][:, 2:])
+
+
+def test_components_of_absent_clients_stay():
+    previous, own = adapter(8, 9), adapter(3, 1)
+    averaged, whole = average({"a": own}, previous, {"a": 1}), complete(own, previous)
+    expected = whole[B] @ whole[A]
+    torch.testing.assert_close(averaged[B] @ averaged[A], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("partitioned", "remaining"), [(True, 0.99), (False, 0.01)])

@@ -1,5 +1,7 @@
 """The layouts of other tools: which columns become which turns, and what is refused."""
 
+import json
+
 import pytest
 
 from finetuning.data.formats import DataError
@@ -90,6 +92,7 @@ PAIR = {"instruction": "Q", "output": "A"}
         ({"messages": [Q, A | {"train": "false"}]}, "'train' true or false"),
         ({"messages": [Q, A | {"train": False}]}, "all have weight 0 or train false"),
         ({"messages": "['Q']"}, "not JSON"),
+        ({"prompt": "Q", "completion": "A", "label": False}, "has 'label', which says whether"),
     ],
 )
 def test_what_would_be_lost_is_refused(value, reason):
@@ -106,6 +109,14 @@ def test_answers_that_are_not_learnt_are_context(key):
     row = parse_row("", {"messages": [Q, A, *EARLIER[:1], EARLIER[1] | key]})
     assert (list(row.messages), row.context) == ([Q, A], frozenset())
     assert parse_row("", {"prompt": [*EARLIER, Q], "completion": [A]}).context == {1}
+
+
+def test_turns_may_be_json_text_as_in_csv():
+    value = {"prompt": json.dumps([SYSTEM, Q]), "completion": json.dumps([A])}
+    assert list(parse_row("", value).messages) == [SYSTEM, Q, A]
+    for text in ('[{"name": "x"}]', "[x", "[]"):
+        (asked, answered) = parse_row("", {"prompt": text, "completion": text}).messages
+        assert asked["content"] == answered["content"] == text
 
 
 def test_what_is_not_used_is_told():

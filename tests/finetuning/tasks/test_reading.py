@@ -53,7 +53,7 @@ def test_a_row_becomes_a_question(name, write):
     asked, answered = row.messages
     assert (asked["role"], asked["content"]) == ("user", PROMPTS[name][0])
     assert (answered["role"], answered["content"]) == ("assistant", PROMPTS[name][2][0])
-    assert row.fields["label"] == ROWS[name].get("label", answered["content"])
+    assert row.fields == ROWS[name] and row.label == answered["content"]
 
 
 @pytest.mark.parametrize(
