@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_BEFORE = 8  # number of tokens of the prompt that are decoded with the answer's
+
 # Log-probability of impossible tokens, as in OpenAI's API: JSON has no infinity.
 MIN_LOG_PROBABILITY = -9999.0
 
@@ -38,6 +40,7 @@ class Request:
     stop: tuple[str, ...] = ()
     likeliest: int | None = None  # number of tokens in ``Piece.likeliest``; None to omit all
     echo: str | None = None  # text of the prompt, to emit before the answer
+    continues: bool = False  # whether the answer continues the prompt's text
     grammar: str = ""  # of llguidance; empty if any text is allowed
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -100,10 +103,16 @@ class _Row:
         self.over = False
         self._tokenizer = tokenizer
         self._ends = ends
+        # Decoded with the answer, whose first token would lose its space otherwise.
+        self._before = request.prompt[-_BEFORE:].tolist() if request.continues else []
+        self._skipped = len(self._decode([]))
         self._tokens: list[int] = []
         self._emitted = 0
         # Text that may be the beginning of a stop sequence is withheld.
         self._withheld = max((len(stop) - 1 for stop in request.stop), default=0)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode([*self._before, *tokens], skip_special_tokens=True))
 
     def add(self, token: int, logits: torch.Tensor) -> None:
         """Add a token, and emit the text that can no longer change."""
@@ -114,7 +123,7 @@ class _Row:
         ended = token in self._ends
         if not ended:
             self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text = self._decode(self._tokens)[self._skipped :]
         start = max(0, self._emitted - self._withheld)
         stops = [i for stop in self.request.stop if (i := text.find(stop, start)) >= 0]
         reason = "length" if self.count == self.request.max_tokens else None

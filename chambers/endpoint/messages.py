@@ -138,6 +138,12 @@ class ChatRequest(Parameters):
         """Number of likely alternatives per token; None without log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last turn's text."""
+        last = self.messages[-1]
+        return last.role == "assistant" and bool(last.content)
+
 
 class CompletionRequest(Parameters):
     """A request for the continuation of each of several texts, or lists of tokens."""
@@ -156,6 +162,11 @@ class CompletionRequest(Parameters):
         """Number of likely alternatives per token; None without log-probabilities."""
         return self.logprobs
 
+    @property
+    def continues(self) -> bool:
+        """Return True, because each answer continues a text."""
+        return True
+
 
 class CompletionReply:
     """The continuations of texts, built from the pieces of each answer."""
@@ -164,6 +175,8 @@ class CompletionReply:
 
     def __init__(self, model: str, tokenizer: Any, prompt_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        # Some tokenizers omit the space before the first of several tokens.
+        self._before = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._prompt_tokens = sum(prompt_tokens)
         self._pieces: list[list[Piece]] = [[] for _ in prompt_tokens]
         # Number of characters of the tokens whose log-probabilities have been returned.
@@ -218,7 +231,8 @@ class CompletionReply:
         }
 
     def _token(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        before = str(self._tokenizer.decode(self._before))
+        return str(self._tokenizer.decode([*self._before, token])).removeprefix(before)
 
     def _content(self, text: str) -> dict[str, Any]:
         """Return the answer's text in a whole reply."""

@@ -265,6 +265,7 @@ class _Endpoint:
             seed=wanted.seed,
             stop=tuple(filter(None, wanted.stop)),
             likeliest=wanted.likeliest,
+            continues=wanted.continues,
             grammar=grammar,
             echo=self.answerer.tokenizer.decode(echo) if isinstance(echo, list) else echo,
         )

@@ -59,11 +59,16 @@ def chat_prompt(turns: Sequence[dict[str, str]], tokenizer: Any) -> "torch.Tenso
 
     for number, turn in enumerate(turns, start=1):
         check_characters(f"turn {number} of 'messages'", turn["content"])
-    if turns and turns[-1]["role"] == "assistant":
-        if turns[-1]["content"]:
-            return tokens_of_beginning(Row(tuple(turns), "messages", {}), tokenizer)
-        turns = turns[:-1]
-    return tokenize_prompts([Row((*turns, _ANSWER), "messages", {})], tokenizer)[0]
+    begun = turns[-1] if turns and turns[-1]["role"] == "assistant" else None
+    before = turns[:-1] if begun else turns
+    # Templates may change or drop earlier answers' reasoning.
+    earlier = frozenset(i for i, turn in enumerate(before) if turn["role"] == "assistant")
+    if begun and begun["content"]:
+        row = Row((*before, begun), "messages", {}, context=earlier)
+        return tokens_of_beginning(row, tokenizer)
+    return tokenize_prompts([Row((*before, _ANSWER), "messages", {}, context=earlier)], tokenizer)[
+        0
+    ]
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> "list[Example]":

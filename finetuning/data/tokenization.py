@@ -177,9 +177,8 @@ def _conversations(row: Row, tokenizer: Any) -> list[RenderedConversation]:
     ends = [end for end in ends if end - 1 not in row.context]
     try:
         try:
-            return [
-                RenderedConversation.of(row.messages[: ends[-1]], tokenizer, False, row.context)
-            ]
+            turns, only_last = row.messages[: ends[-1]], len(ends) == 1
+            return [RenderedConversation.of(turns, tokenizer, only_last, row.context)]
         except TurnsChangeError:
             return [RenderedConversation.of(row.messages[:end], tokenizer, True) for end in ends]
     except ChatTemplateError as error:

@@ -24,15 +24,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chambers.__main__ import parse
+from chambers.endpoint.answer_stream import AnswerStream, Request
 from chambers.endpoint.answering import Answerer, AnswerLimits
+from chambers.endpoint.messages import CompletionReply
 from chambers.endpoint.routes import routes
 from chambers.models import Draft, find_draft, find_source
 from chambers.sources import AdapterOptions
 from finetuning.data.prompts import prompt_rows, tokenize_prompts
+from finetuning.model.base_model import load_base_model
 from finetuning.model.tokenizer import load_tokenizer
+from finetuning.settings import ModelSettings
 from tests.chambers.browser import browser, needs_browser
 from tests.chambers.conftest import ROOT, execute, refused, write_run
 from tests.chambers.test_serve import alter, serving_here
+from tests.gguf_files import write_gguf
 from tests.split.lanes import Proxy
 from tests.waiting import wait_until
 
@@ -274,6 +279,26 @@ def test_a_text_is_continued(whole, base):
     assert len(logprobs.token_logprobs) == 5
     chunks = [each.choices[0].logprobs for each in client.completions.create(**asked, stream=True)]
     assert [n for chunk in chunks if chunk for n in chunk.text_offset] == logprobs.text_offset
+
+
+def test_a_continuation_keeps_the_space_before_it(checkpoint, sentencepiece_file, tmp_path):
+    """With a SentencePiece tokenizer, whose decoder removes the first one."""
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", sentencepiece=sentencepiece_file)
+    tokenizer = load_base_model(ModelSettings(name=str(file))).tokenizer
+    ids = torch.tensor([tokenizer("the court holds", add_special_tokens=False)["input_ids"]])
+    names = tokenizer.convert_ids_to_tokens(ids[0])
+    begun = next(at for at, name in enumerate(names) if at and name.startswith("▁"))
+    reply = CompletionReply("base", tokenizer, [begun])
+    emit = partial(reply.add, 0)
+    request = Request("base", ids[0, :begun], 99, emit, likeliest=1, continues=True)
+    stream = AnswerStream([request], tokenizer, set(), begun)
+    for column in range(begun, ids.shape[1]):
+        stream.keep_logits(ids[:, :column], torch.zeros(1, len(tokenizer)))
+        stream(ids[:, : column + 1], None)
+    (choice,) = reply.whole()["choices"]
+    expected = "the court holds".removeprefix(tokenizer.decode(ids[0, :begun]))
+    assert expected.startswith(" ") and choice["text"] == expected
+    assert "".join(choice["logprobs"]["tokens"]) == expected
 
 
 USER = {"role": "user", "content": "who"}

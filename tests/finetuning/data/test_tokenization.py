@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from finetuning.data.chat_template import render_conversation
 from finetuning.data.formats import DataError
-from finetuning.data.prompts import tokenize_prompts
+from finetuning.data.prompts import chat_prompt, tokenize_prompts
 from finetuning.data.tokenization import end_marks, tokenize, tokens_of_beginning
 from tests.finetuning.data.templates import (
     ANSWERS,
@@ -172,6 +172,19 @@ def test_reasoning_that_a_template_moves_or_drops_is_refused(tokenizer_of, name)
     tokenize([question("Q", "yes")], tokenizer, 500)
     with pytest.raises(DataError, match="the chat template changes the answer"):
         tokenize([question("Q", "<think>so</think>yes")], tokenizer, 500)
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "thinking-or-not"])
+def test_earlier_answers_of_a_conversation_may_be_anything(tokenizer_of, name):
+    """They may come first, or have reasoning that the template drops."""
+    written, kept = "m.content + '<|im_end|>", "m.content.split('</think>')[-1] + '<|im_end|>"
+    tokenizer = tokenizer_of(BYTE_LEVEL[0], STYLES[name].template.replace(written, kept))
+    question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+    thought = answer | {"content": "<think>so</think>yes"}
+    for turns in ([answer, question], [question, thought, question]):
+        settings = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
+        expected = tokenizer.apply_chat_template(turns, **settings)
+        assert chat_prompt(turns, tokenizer).tolist() == expected
 
 
 # Each is a control token, or overlaps with another one.
