@@ -142,7 +142,9 @@ class SplitSettings(Section):
     @classmethod
     def _is_address(cls, value: str, info: ValidationInfo) -> str:
         if value:
-            parse_address(value)
+            _, port = parse_address(value)
+            if not port and info.field_name == "advertise":
+                raise ValueError("must have a port other than 0")
         elif info.field_name == "listen":
             raise ValueError("must be an address and a port; 127.0.0.1:0 chooses a free port")
         return value

@@ -236,6 +236,7 @@ def test_a_single_adapter_and_the_base_alone_are_served(run_folder, base, tmp_pa
         ([], "nothing to serve: "),
         (["RUN", "--adapter", "/nowhere"], "can't be combined"),
         (["RUN", "--listen", "0.0.0.0:0"], "--advertise HOST:PORT is needed"),
+        (["RUN", "--advertise", "192.0.2.1:0"], "must have a port other than 0"),
         (["RUN", "--listen", "nonsense"], "--listen nonsense: must be an address and a port"),
         (["RUN", "--listen", "192.0.2.1:0"], "does not have that address"),
         (["RUN", "--listen", "TAKEN"], "the port is in use"),
