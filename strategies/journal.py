@@ -14,6 +14,8 @@ from federation.run_folder import LaneStatus, RunStatus
 from finetuning.adapters.adapter import State
 
 # Interval for writing the progress within a round to disk.
+# Keys whose values readers of events don't expect to be numbers.
+_KEYS_OF_EVENTS = {"clients", "participants", "left_out", "withheld"}
 _REFRESH_SECONDS = 10.0
 
 What = Literal["update", "update at the server", "data size", "importance"]
@@ -129,8 +131,12 @@ def evaluation_events(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def underscored(key: str) -> str:
-    """Return a key as it is spelled in ``metrics.jsonl``, with underscores."""
-    return key.replace("-", "_")
+    """Return a key as it is spelled in ``metrics.jsonl``, with underscores.
+
+    A client's metric of the same name as something else that events contain gets another one.
+    """
+    name = key.replace("-", "_")
+    return f"{name}_" if name in _KEYS_OF_EVENTS else name
 
 
 def record_scaled(

@@ -39,8 +39,6 @@ _MAX_EXAMPLES = 10**9
 # Used instead of a digest if no digest has a majority.
 _DISPUTED = "disputed"
 _MAX_METRICS = 100
-# Keys of recorded events that readers expect not to be numbers.
-_KEYS_OF_EVENTS = {"event", "client", "clients", "model", "participants", "left-out", "left_out"}
 _METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 # Weights and importances are far smaller; larger values could overflow in an average.
 _LARGEST_WEIGHT = 2.0**30
@@ -197,8 +195,6 @@ def _metrics_problem(metrics: Mapping[str, Any], examples: int) -> str | None:
             f"the name of its metric {printable(invalid[0], 64)!r} must be at most 64 letters, "
             "digits, '_', '.' or '-', and begin with a letter"
         )
-    if reserved := [name for name in metrics if name.rpartition(".")[2] in _KEYS_OF_EVENTS]:
-        return f"its metric {reserved[0]!r} has the name of something else that is recorded"
     invalid = [
         name
         for name, value in metrics.items()

@@ -60,7 +60,8 @@ class Watched(SpyingGrid):
                 config["problem"] = HOSTILE
             # Metrics may have any name, even one that the server's events use.
             metrics = reply.content["metrics"]
-            metrics["participants"] = metrics["left-out"] = 1.0
+            for name in ("participants", "left-out", "clients", "withheld"):
+                metrics[name] = 1.0
             del metrics["tokens"]
         return reply
 
