@@ -164,27 +164,28 @@ def test_what_finished_or_abandoned_passes_need_is_freed_at_once(base, two):
     body.attach(ADAPTER, "own")
     body.use("own")
     padding = Padding("right", torch.tensor([5, 5]))
+    hidden = torch.randn(2, 5, body.hidden_size, requires_grad=True)
     gc.disable()
     try:
-        hidden = torch.randn(2, 5, body.hidden_size, requires_grad=True)
         abandoned, finished = (body.start(hidden, padding).result(60) for _ in range(2))
         body.propagate_back(finished, torch.ones_like(finished.output)).result(60)
         body.discard(abandoned)
-        for number, each in zip(abandoned.passes, body.stages, strict=True):
-            with pytest.raises(RuntimeError, match="KeyError"):
-                each.call("backward", {"gradient": torch.zeros(1)}, number=number)
+        numbers = abandoned.passes
         kept = [weakref.ref(hidden), weakref.ref(finished.output)]
         del abandoned, finished, hidden
         wait_until(lambda: not any(each() is not None for each in kept), 10.0)
-        prompts = Prompts(0, 0, torch.randn(1, 5, 3), Padding("left", torch.tensor([5])), 9)
-        with pytest.raises(RuntimeError, match="failed"):  # the hidden states are too small
-            GenerationBatch(body, ADAPTER, None).begin(prompts, None, None)
-        for number, each in itertools.product(range(40), body.stages):
-            with pytest.raises(RuntimeError, match="KeyError"):
-                each.call("repeat", number=number, times=1)
     finally:
         gc.enable()
-        body.close()
+    for number, each in zip(numbers, body.stages, strict=True):
+        with pytest.raises(RuntimeError, match="KeyError"):
+            each.call("backward", {"gradient": torch.zeros(1)}, number=number)
+    prompts = Prompts(0, 0, torch.randn(1, 5, 3), Padding("left", torch.tensor([5])), 9)
+    with pytest.raises(RuntimeError, match="failed"):  # the hidden states are too small
+        GenerationBatch(body, ADAPTER, None).begin(prompts, None, None)
+    for number, each in itertools.product(range(40), body.stages):
+        with pytest.raises(RuntimeError, match="KeyError"):
+            each.call("repeat", number=number, times=1)
+    body.close()
 
 
 def test_a_late_answer_is_not_taken_for_that_of_another_call(base, key):
