@@ -99,8 +99,8 @@ class WholeModel:
 
         Prompts are (rows, columns), padded on the left; the mask is 0 for padding and 1 for tokens.
         Further settings are arguments of ``generate`` in ``transformers``; see `drafting` for
-        ``row_drafts``. Return (rows, columns +
-        new tokens) on the CPU; rows that end early are padded on the right.
+        ``row_drafts``. Return (rows, columns + new tokens) on the CPU; rows that end early are
+        padded on the right.
         """
         # Omit a mask that hides no tokens, since transformers waits for the device to check it.
         self._without_mask = bool(mask.all())

@@ -13,9 +13,9 @@ from federation.messages import MODELS
 from federation.run_folder import LaneStatus, RunStatus
 from finetuning.adapters.adapter import State
 
-# Interval for writing the progress within a round to disk.
 # Keys whose values readers of events don't expect to be numbers.
 _KEYS_OF_EVENTS = {"clients", "participants", "left_out", "withheld"}
+# Interval for writing the progress within a round to disk.
 _REFRESH_SECONDS = 10.0
 
 What = Literal["update", "update at the server", "data size", "importance"]

@@ -35,8 +35,6 @@ Leak = Literal[
 # Means over rounds of what clients report about their training.
 Reported = Literal["distance", "penalty_gradient_share"]
 Measure = Literal[_Likelihood, _Text, Leak, Reported]
-
-
 CONSTANT = "constant"  # name of always giving the same answer, in records
 
 

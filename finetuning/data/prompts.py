@@ -66,9 +66,8 @@ def chat_prompt(turns: Sequence[dict[str, str]], tokenizer: Any) -> "torch.Tenso
     if begun and begun["content"]:
         row = Row((*before, begun), "messages", {}, context=earlier)
         return tokens_of_beginning(row, tokenizer)
-    return tokenize_prompts([Row((*before, _ANSWER), "messages", {}, context=earlier)], tokenizer)[
-        0
-    ]
+    row = Row((*before, _ANSWER), "messages", {}, context=earlier)
+    return tokenize_prompts([row], tokenizer)[0]
 
 
 def prompts_of_answers(rows: Sequence[Row], tokenizer: Any, max_length: int) -> "list[Example]":

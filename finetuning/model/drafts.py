@@ -36,9 +36,9 @@ class RowDrafts:
         texts = [row.tokens.tolist() for row in rows]
         # The row and position of each token that may be drafted.
         places = [
-            (row, place)
-            for row, is_target in enumerate(each.is_target for each in rows)
-            for place in is_target.nonzero().flatten().tolist()
+            (number, place)
+            for number, row in enumerate(rows)
+            for place in row.is_target.nonzero().flatten().tolist()
             if place
         ]
         for length in range(1, _CONTEXT + 1):
