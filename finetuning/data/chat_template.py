@@ -6,12 +6,11 @@ from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
 Messages = Sequence[dict[str, str]]
-Spans = list[tuple[int, int]]
 # Fixed date for templates that print today's date, so that training doesn't depend on the day.
 # Llama 3's template has this date as its default.
 _TODAY = datetime(2024, 7, 26)
@@ -31,14 +30,21 @@ class TurnsChangeError(ChatTemplateError):
     """The template renders a turn differently depending on later turns."""
 
 
+class Span(NamedTuple):
+    """Indices of an answer, of characters or of tokens."""
+
+    start: int  # end of the generation prompt
+    text: int  # beginning of the answer's text, after what the template always writes before it
+    end: int  # after the end mark
+
+
 def render_conversation(
     messages: Messages, tokenizer: Any, only_last: bool = False
-) -> tuple[str, Spans]:
-    """Render a conversation as text.
+) -> tuple[str, list[Span]]:
+    """Render a conversation as text; return it with the span of each answer, or only of the last.
 
-    Return the text, and the (start, end) indices of each answer (or only the last), end mark
-    included. Raise a TurnsChangeError if the template renders a turn differently depending on later
-    turns, or a ChatTemplateError if it fails or omits an answer.
+    Raise a TurnsChangeError if the template renders a turn differently depending on later turns, or
+    a ChatTemplateError if it fails or omits an answer.
     """
     if not tokenizer.chat_template:
         text, spans = _render_plain(messages, tokenizer)
@@ -50,8 +56,9 @@ def render_conversation(
         until = _apply(tokenizer, messages[: index + 1])
         if not text.startswith(until):
             raise TurnsChangeError("the chat template changes earlier turns")
-        spans.append((_answer_start(messages[: index + 1], tokenizer, until), len(until)))
-        content, (start, end) = messages[index]["content"].strip(), spans[-1]
+        starts = _answer_starts(messages[: index + 1], tokenizer, until)
+        spans.append(Span(*starts, len(until)))
+        content, (start, _, end) = messages[index]["content"].strip(), spans[-1]
         if content and start == end:
             raise ChatTemplateError("the chat template omits the answer")
         if content not in text[start:end]:  # answers would not follow generation prompts
@@ -102,26 +109,31 @@ def unused_character(text: str, first: int = 0xE000) -> str:
     return next(c for c in map(chr, range(first, 0x10FFFE)) if c not in text)
 
 
-def _answer_start(messages: Messages, tokenizer: Any, text: str) -> int:
-    """Return the index in ``text`` at which the last turn's answer begins."""
+def _answer_starts(messages: Messages, tokenizer: Any, text: str) -> tuple[int, int]:
+    """Return the indices in ``text`` at which the last turn's answer, and its own text, begin."""
     prompt = _apply(tokenizer, messages[:-1], add_generation_prompt=True)
-    if text.startswith(prompt):
-        return len(prompt)
-    before = _apply(tokenizer, messages[:-1])
-    if not text.startswith(before):
-        raise TurnsChangeError("the chat template changes earlier turns")
-    # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
-    # The answer begins at the first character that changes if the answer is replaced.
-    probe = unused_character(messages[-1]["content"])
-    other = _apply(tokenizer, [*messages[:-1], {"role": "assistant", "content": probe}])
-    return max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
+    start, content = len(prompt), messages[-1]["content"]
+    if text.startswith(prompt) and text[start:].lstrip().startswith(content.strip()):
+        return start, start
+    # The answer's text begins at the first character that changes if the answer is replaced.
+    probe = {"role": "assistant", "content": unused_character(content)}
+    other = _apply(tokenizer, [*messages[:-1], probe])
+    if not text.startswith(prompt):
+        before = _apply(tokenizer, messages[:-1])
+        if not text.startswith(before):
+            raise TurnsChangeError("the chat template changes earlier turns")
+        # Some generation prompts end with text that rendered answers lack (DeepSeek's "<think>").
+        start = max(len(before), len(commonprefix([text, prompt, other])))  # noqa: RUF071
+    own = len(commonprefix([text, other]))  # noqa: RUF071
+    # A token can contain whitespace and the beginning of the text.
+    return start, own if text[start:own].strip() else start
 
 
-def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
+def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, list[Span]]:
     """Render in FedJudge's ``{Instruction Input: Instruction Output}`` form (section 4.1)."""
     begins = tokenizer.bos_token_id in tokenizer("").input_ids if tokenizer.bos_token else False
     text = tokenizer.bos_token if begins else ""
-    spans: Spans = []
+    spans: list[Span] = []
     for turn in messages:
         if turn["role"] == "system":
             text += f"{turn['content']}\n"
@@ -131,9 +143,9 @@ def _render_plain(messages: Messages, tokenizer: Any) -> tuple[str, Spans]:
             text += "Instruction Output:\n"
             start = len(text)
             text += turn["content"] + tokenizer.eos_token
-            spans.append((start, len(text)))
+            spans.append(Span(start, start, len(text)))
             text += "\n"
-    return text[: spans[-1][1]], spans
+    return text[: spans[-1].end], spans
 
 
 def _apply(tokenizer: Any, messages: Messages, **options: bool) -> str:

@@ -6,21 +6,24 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import pre_tokenizers
 
-from finetuning.data.chat_template import Messages, Spans, guard_contents, render_conversation
+from finetuning.data.chat_template import Messages, Span, guard_contents, render_conversation
+
+_BEGIN = itemgetter(0)
 
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A rendered conversation; ``spans`` are the (start, end) character indices of its answers."""
+    """A rendered conversation; ``spans`` are the character indices of its answers."""
 
     messages: Messages
     only_last: bool
     text: str
-    spans: Spans
+    spans: list[Span]
     guard: str  # see `guard_contents`
     context: Set[int]  # indices of answers that are not targets
 
@@ -37,10 +40,10 @@ class RenderedConversation:
 
 @dataclass(frozen=True)
 class EncodedConversation:
-    """A tokenized conversation; ``spans`` are the (first, after) token indices of its answers."""
+    """A tokenized conversation; ``spans`` are the token indices of its answers."""
 
     input_ids: list[int]
-    spans: Spans
+    spans: list[Span]
 
 
 def encode_conversations(
@@ -59,11 +62,11 @@ def encode_conversations(
         own = without_guard(tokenizer, guard)
         encoded |= zip(chosen, encode([conversations[i] for i in chosen], own), strict=True)
     for tokens in encoded.values():
-        for index, (first, after) in enumerate(tokens.spans):
+        for index, span in enumerate(tokens.spans):
             # Whitespace after an answer's end mark belongs to the template.
-            ends = [i + 1 for i in range(first, after) if tokens.input_ids[i] in marks]
-            if ends and not tokenizer.decode(tokens.input_ids[ends[-1] : after]).strip():
-                tokens.spans[index] = (first, ends[-1])
+            ends = [i + 1 for i in range(span.text, span.end) if tokens.input_ids[i] in marks]
+            if ends and not tokenizer.decode(tokens.input_ids[ends[-1] : span.end]).strip():
+                tokens.spans[index] = span._replace(end=ends[-1])
     return [encoded[index] for index in range(len(conversations))]
 
 
@@ -85,7 +88,7 @@ def without_guard(tokenizer: Any, guard: str) -> Any:
 def _encode_pieces(
     conversations: Sequence[RenderedConversation], tokenizer: Any
 ) -> list[EncodedConversation]:
-    """Tokenize each answer, and each text before, between and after answers, separately."""
+    """Tokenize separately what each index of a span divides."""
     bounds = [[0, *chain(*c.spans), len(c.text)] for c in conversations]
     pieces = [
         c.text[start:end]
@@ -97,9 +100,8 @@ def _encode_pieces(
     for own_bounds in bounds:
         own = [next(encoded_pieces) for _ in pairwise(own_bounds)]
         ends = list(accumulate(len(piece) for piece in own))
-        encoded.append(
-            EncodedConversation(list(chain(*own)), list(zip(ends[:-1:2], ends[1::2], strict=True)))
-        )
+        spans = [Span(*ends[first : first + 3]) for first in range(0, len(ends) - 1, 3)]
+        encoded.append(EncodedConversation(list(chain(*own)), spans))
     return encoded
 
 
@@ -113,9 +115,8 @@ def _encode_whole(
     encoded = []
     for row, c in enumerate(conversations):
         input_ids, offsets = encoding["input_ids"][row], encoding["offset_mapping"][row]
-        begins = [begin for begin, _ in offsets]
-        for start, _ in reversed(c.spans):
-            last = bisect_left(begins, start) - 1
+        for start in sorted({i for *starts, _ in c.spans for i in starts}, reverse=True):
+            last = bisect_left(offsets, start, key=_BEGIN) - 1
             begin, end = offsets[last] if last >= 0 else (0, 0)
             # Don't divide an end mark, which can include adjacent whitespace.
             if end > start and input_ids[last] not in added:
@@ -123,8 +124,9 @@ def _encode_whole(
                 words = (text.replace(c.guard, "").replace(" ", "▁") for text in both)
                 before, after = ([token.id for token in divide(word)] for word in words)
                 input_ids[last : last + 1] = before + after
-                begins[last : last + 1] = [begin] * len(before) + [start] * len(after)
-        spans = [(bisect_left(begins, start), bisect_left(begins, end)) for start, end in c.spans]
+                parts = [(begin, start)] * len(before) + [(start, end)] * len(after)
+                offsets[last : last + 1] = parts
+        spans = [Span(*(bisect_left(offsets, i, key=_BEGIN) for i in s)) for s in c.spans]
         encoded.append(EncodedConversation(input_ids, spans))
     return encoded
 

@@ -2,7 +2,8 @@
 
 The tokens of an answer are found from the answer's character positions in the rendered text, not by
 searching the tokens for the marks that a template writes before answers. A prompt has the same
-tokens in training and in generation, because no token spans the boundary to the answer.
+tokens in training and in generation, because no token spans the boundary to the answer. It ends
+with all that the template writes before the answer's text.
 """
 
 import sys
@@ -12,7 +13,12 @@ from typing import Any
 
 import torch
 
-from finetuning.data.chat_template import ChatTemplateError, TurnsChangeError, unused_character
+from finetuning.data.chat_template import (
+    ChatTemplateError,
+    Span,
+    TurnsChangeError,
+    unused_character,
+)
 from finetuning.data.encoding import (
     EncodedConversation,
     RenderedConversation,
@@ -31,7 +37,9 @@ class Example:
 
     tokens: torch.Tensor  # (length,) int64
     is_target: torch.Tensor  # (length,) bool; true for the tokens of answers and their end marks
-    prompt_length: int  # number of tokens before the last answer that is not entirely truncated
+    # Number of tokens before the text of the last answer that is not entirely truncated. Those that
+    # the template writes after the generation prompt, such as an empty thought, are also targets.
+    prompt_length: int
     reference: str  # text of the last answer that is not entirely truncated
     row: int  # index of the example's row; a template can produce several examples per row
     question: str = ""  # text of the turn before the reference, truncated like the tokens
@@ -142,7 +150,7 @@ def tokens_of_beginning(row: Row, tokenizer: Any) -> torch.Tensor:
     except DataError as reason:
         raise reason.at(row.origin) from None
     until = conversation.text.rindex(end)
-    spans = [(start, min(after, until)) for start, after in conversation.spans]
+    spans = [Span(*(min(index, until) for index in span)) for span in conversation.spans]
     (tokens,) = encode_conversations(
         [replace(conversation, text=conversation.text[:until], spans=spans)], tokenizer
     )
@@ -164,8 +172,7 @@ def end_marks(tokenizer: Any) -> set[int]:
 
 
 def _end_marks(tokens: EncodedConversation, marks: Set[int]) -> set[int]:
-    _, after = tokens.spans[-1]
-    return {tokens.input_ids[after - 1]} & marks
+    return {tokens.input_ids[tokens.spans[-1].end - 1]} & marks
 
 
 def _conversations(row: Row, tokenizer: Any) -> list[RenderedConversation]:
@@ -197,20 +204,22 @@ def _example(
     turns = conversation.messages
     answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     spans = zip(tokens.spans[::-1], answers[::-1], strict=False)
-    learnt = [(span, index) for span, index in spans if index not in conversation.context]
-    for (first, after), _ in learnt:
-        is_target[first:after] = True
+    learnt = [
+        (span, index)
+        for span, index in spans
+        if index not in conversation.context and span.text < min(span.end, max_length)
+    ]
+    for span, _ in learnt:
+        is_target[span.start : span.end] = True
     # The first token can't be predicted, because no token precedes it.
     is_target[:1] = False
     if not is_target.any():
         return None
-    prompt_length, last = next(
-        (max(first, 1), index) for (first, after), index in learnt if first < min(after, max_length)
-    )
+    span, last = learnt[0]
     return Example(
         tokens=torch.tensor(tokens.input_ids[:max_length], dtype=torch.int64),
         is_target=is_target,
-        prompt_length=prompt_length,
+        prompt_length=max(span.text, 1),
         reference=turns[last]["content"],
         row=row,
         question=turns[last - 1]["content"] if last else "",

@@ -145,7 +145,8 @@ def _continuations(questions: Sequence[Question], tokenizer: Any) -> list[list[C
 
 
 def _continuation(example: Example, marks: torch.Tensor, tokenizer: Any) -> Continuation:
-    answer = example.tokens[example.is_target]
+    answer = example.tokens[example.prompt_length :]
+    answer = answer[example.is_target[example.prompt_length :]]
     others = (~torch.isin(answer, marks)).nonzero()
     if not len(others):
         raise DataError(f"{example.origin}: an answer has no tokens")

@@ -75,7 +75,10 @@ def test_the_prompt_is_the_one_that_generation_gets(tokenizer_of, kind, name, an
     row = row_of(*earlier, ("user", "Who pays?"), ("assistant", answer))
     example = tokenize([row], tokenizer, 500)[0][-1]
     prompt = example.tokens[: example.prompt_length].tolist()
-    assert prompt == generation_prompt(tokenizer, row)
+    generated = generation_prompt(tokenizer, row)
+    assert prompt[: len(generated)] == generated
+    # What the template always writes next, such as an empty thought, isn't part of the answer.
+    assert tokenizer.decode(prompt[len(generated) :]).strip() == STYLES[name].start.strip()
     assert not example.is_target[: example.prompt_length].all()
     assert example.is_target[example.prompt_length]
 
@@ -184,7 +187,9 @@ def test_earlier_answers_of_a_conversation_may_be_anything(tokenizer_of, name):
     for turns in ([answer, question], [question, thought, question]):
         settings = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
         expected = tokenizer.apply_chat_template(turns, **settings)
-        assert chat_prompt(turns, tokenizer).tolist() == expected
+        prompt = chat_prompt(turns, tokenizer).tolist()
+        assert prompt[: len(expected)] == expected
+        assert tokenizer.decode(prompt[len(expected) :]) == STYLES[name].start
 
 
 # Each is a control token, or overlaps with another one.
