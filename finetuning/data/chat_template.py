@@ -1,5 +1,6 @@
 """Render conversations as text, with the tokenizer's chat template or in FedJudge's plain form."""
 
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 Messages = Sequence[dict[str, str]]
+_log = logging.getLogger(__name__)
 # Fixed date for templates that print today's date, so that training doesn't depend on the day.
 # Llama 3's template has this date as its default.
 _TODAY = datetime(2024, 7, 26)
@@ -43,14 +45,22 @@ def render_conversation(
 ) -> tuple[str, list[Span]]:
     """Render a conversation as text; return it with the span of each answer, or only of the last.
 
-    Raise a TurnsChangeError if the template renders a turn differently depending on later turns, or
-    a ChatTemplateError if it fails or omits an answer.
+    If the template has no system turns, their text precedes the first question. Raise a
+    TurnsChangeError if the template renders a turn differently depending on later turns, or a
+    ChatTemplateError if it fails, or omits an answer or a system turn.
     """
     if not tokenizer.chat_template:
         text, spans = _render_plain(messages, tokenizer)
         return text, spans[-1:] if only_last else spans
+    begins = [turn["role"] for turn in messages[:2]] == ["system", "user"]
+    if begins and not _has_system_turns(tokenizer, str(tokenizer.chat_template)):
+        texts = [turn["content"] for turn in messages[:2]]
+        question = {"role": "user", "content": "\n\n".join(filter(None, texts))}
+        messages = [question, *messages[2:]]
     answers = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
     text = _apply(tokenizer, messages)
+    if any(t["role"] == "system" and t["content"].strip() not in text for t in messages):
+        raise ChatTemplateError("the chat template omits a system turn: remove it")
     spans = []
     for index in answers[-1:] if only_last else answers:
         until = _apply(tokenizer, messages[: index + 1])
@@ -107,6 +117,19 @@ def _control_tokens(tokenizer: Any, _: str) -> re.Pattern[str]:
 def unused_character(text: str, first: int = 0xE000) -> str:
     """Return the first character from a code point on that a text doesn't contain."""
     return next(c for c in map(chr, range(first, 0x10FFFE)) if c not in text)
+
+
+@lru_cache(maxsize=4)
+def _has_system_turns(tokenizer: Any, _: str) -> bool:
+    """Return whether the template writes system turns; if not, log where their text is put."""
+    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    turns[0]["content"] = probe = unused_character("")
+    with suppress(ChatTemplateError):
+        # Mistral's omits the system turn if an answer follows.
+        if probe in _apply(tokenizer, turns):
+            return True
+    _log.warning("the chat template has no system turns; their text precedes the first question")
+    return False
 
 
 def _answer_starts(messages: Messages, tokenizer: Any, text: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from tests.finetuning.data.templates import (
     CONVERSATION,
     LLAMA_2,
     MARKS,
+    NO_EMPTY_INPUTS,
     NO_MARKS,
     NO_SYSTEM,
     OPEN_THOUGHT,
@@ -235,18 +236,42 @@ def test_what_is_trained_does_not_depend_on_the_day(tokenizer_of):
     assert text.startswith("26 Jul 2024<|im_start|>user")
 
 
-def test_a_system_turn_that_the_template_refuses_is_named(tokenizer_of):
-    tokenizer = tokenizer_of("byte_level_bpe", NO_SYSTEM + CHATML)
-    assert tokenize([row_of(*CONVERSATION)], tokenizer, 500)[0]
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: .*no system role"):
-        tokenize([row_of(("system", "Be brief."), *CONVERSATION)], tokenizer, 500)
-    # A row that is rejected can also be left out.
-    told, bad = [], row_of(("system", "Be brief."), *CONVERSATION)
+# Mistral's writes the system turn only if a question follows.
+LATE_SYSTEM = CHATML.replace(
+    "{% for m in messages %}",
+    """{% for m in messages
+    if m.role != 'system' %}{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}
+    {{ messages[0].content }}{% endif %}""",
+)
+WITHOUT_SYSTEM = CHATML.replace("messages %}", "messages if m.role != 'system' %}")
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM + CHATML, WITHOUT_SYSTEM, LATE_SYSTEM])
+def test_a_system_turn_that_the_template_lacks_precedes_the_question(
+    tokenizer_of, template, caplog
+):
+    tokenizer = copy.deepcopy(tokenizer_of("byte_level_bpe", template))
+    system, (_, asked), *rest = ("system", "Be brief."), *CONVERSATION
+    rows = [row_of(system, *CONVERSATION), row_of(("user", f"Be brief.\n\n{asked}"), *rest)]
+    (one, other), _ = tokenize(rows, tokenizer, 500)
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.is_target, other.is_target)
+    prompts = [chat_prompt(row.messages[:-1], tokenizer).tolist() for row in rows]
+    assert prompts == [one.tokens[: one.prompt_length].tolist()] * 2
+    assert caplog.text.count("the chat template has no system turns") == 1
+    with pytest.raises(DataError, match=r"omits a system turn|no system role"):
+        tokenize([row_of(system, *rest)], tokenizer, 500)
+
+
+def test_rows_that_the_template_rejects_are_named_or_left_out(tokenizer_of):
+    tokenizer = tokenizer_of("byte_level_bpe", NO_EMPTY_INPUTS + CHATML)
+    told, bad = [], row_of(("system", ""), *CONVERSATION)
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: .*empty turn"):
+        tokenize([bad], tokenizer, 500)
     rows = [bad, row_of(*CONVERSATION), bad]
     examples, report = tokenize(rows, tokenizer, 500, lambda *left_out: told.append(left_out))
     assert [example.row for example in examples] == [1] and report.rejected == {0, 2}
     assert [origin for origin, _ in told] == [bad.origin] * 2
-    with pytest.raises(DataError, match=r"rows\.jsonl:7: .*no system role"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: .*empty turn"):
         tokenize([bad], tokenizer, 500, lambda origin, reason: None)
 
 
