@@ -11,17 +11,17 @@ comparable with corpus BLEU as reported in machine translation. For a text of fe
 only the n-gram orders that the text contains are used.
 
 **Words.** Text is lower-cased. Text with a CJK ideograph is segmented by jieba; other text is split
-into runs of letters and digits. Punctuation is ignored.
+into runs of letters, their marks (such as vowels in Hindi), and digits. Punctuation is ignored.
 """
 
 import functools
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 SCORES = ("rouge1", "rouge2", "rougeL", "bleu4", "bleu_n")
-_WORD = re.compile(r"\w+")
 _CJK_IDEOGRAPH = re.compile("[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
 
@@ -49,10 +49,15 @@ def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
 
 def words(text: str) -> list[str]:
     """Split a text into lower-case words without punctuation; Chinese is segmented by jieba."""
-    text = text.lower()
+    # Files from macOS may contain letters with separate marks.
+    text = unicodedata.normalize("NFC", text.lower())
     if _CJK_IDEOGRAPH.search(text):
-        return [word for word in _jieba_cut()(text) if _WORD.search(word)]
-    return _WORD.findall(text)
+        return [word for word in _jieba_cut()(text) if any(map(_is_in_word, word))]
+    return "".join(c if _is_in_word(c) else " " for c in text).split()
+
+
+def _is_in_word(character: str) -> bool:
+    return character == "_" or unicodedata.category(character)[0] in "LMN"
 
 
 @functools.cache

@@ -63,6 +63,8 @@ def test_chinese_by_hand():
 def test_words_of_mixed_and_other_scripts():
     assert words("ABC公司，2023年") == ["abc", "公司", "2023", "年"]
     assert words("Straße, ÉTÉ – год 2023!") == ["straße", "été", "год", "2023"]
+    assert words("न्यायालय में सुनवाई।") == ["न्यायालय", "में", "सुनवाई"]
+    assert words("E\u0301te\u0301") == words("été")
     assert words("，。！？") == words(" \n ") == words("") == []
 
 
