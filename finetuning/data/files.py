@@ -101,7 +101,8 @@ def find_part(folder: Path, part: str) -> list[Path]:
     ]
     counts = {int(match[1]) for file in files if (match := _SHARDS.search(file.name))}
     if counts and counts != {len(files)}:
-        raise DataError(f"{folder} has {len(files)} of {max(counts)} shards of {part}")
+        counted = f"{folder} has {len(files)} of {max(counts)} shards of {part}"
+        raise DataError(counted, list_names(files))
     return files
 
 

@@ -177,12 +177,13 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             if cells is None:
                 return
-            if not columns and cells == ["sep=", ""]:  # Excel's mark that cells end with commas
+            # Excel writes empty rows as commas, and can begin with a mark that cells end so.
+            if not any(cells) or (not columns and cells == ["sep=", ""]):
                 continue
             if not columns:
                 columns = [cell.strip() for cell in cells]
                 _check_header(path, columns)
-            elif cells:
+            else:
                 yield origin, _table_row(columns, cells)
 
 

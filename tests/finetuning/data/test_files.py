@@ -52,7 +52,7 @@ def test_the_files_of_parts(tmp_path, names, train, held_out):
         (["train.jsonl", "train_old.jsonl"], "train.jsonl and train_old.jsonl; keep one"),
         (["train.jsonl", "Train.jsonl"], "Train.jsonl and train.jsonl; keep one"),
         (["train.jsonl", "data/train.jsonl"], "train.jsonl and train.jsonl; keep one"),
-        (SHARDS[:1], "has 1 of 2 shards of train"),
+        (SHARDS[:1], f"has 1 of 2 shards of train: {SHARDS[0]}"),
         (["dataset_dict.json", "train/data-0.arrow"], '["train"].to_parquet("train.parquet")'),
         (["rows.jsonl", "train.zip", "old/"], "no train.jsonl (nor .ndjson, .json, .csv or "),
         (["rows.jsonl", "train.zip", "old/"], "found old/, rows.jsonl, train.zip"),

@@ -98,9 +98,9 @@ def test_what_windows_programs_write_is_read(tmp_path):
     assert [row.fields for row in read_rows(path)] == RECORDS
     path = tmp_path / "rows.csv"
     for before in ("", "sep=,\r\n"):
-        text = f"\ufeff{before}Instruction, input,output\r\nAsk,,Answer\r\n\r\n"
+        text = f"\ufeff{before}\r\nInstruction, input,output\r\n,,\r\nAsk,,Answer\r\n,,\r\n\r\n"
         path.write_bytes(text.encode())
-        assert read_rows(path)[0].messages[1]["content"] == "Answer"
+        assert [row.messages[1]["content"] for row in read_rows(path)] == ["Answer"]
 
 
 @pytest.mark.parametrize(
