@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from finetuning.adapters.adapter import attach_adapter, export_adapter
 from finetuning.adapters.exporting import export
 from finetuning.adapters.merging import merge, save_merged
-from finetuning.adapters.saved import AdapterError, SavedAdapter
+from finetuning.adapters.saved import AdapterError, SavedAdapter, read_adapter
 from finetuning.data.batching import collate
 from finetuning.data.tokenization import Example
 from finetuning.errors import BaseModelError
@@ -149,6 +149,7 @@ def test_other_programs_find_the_adapted_modules(wrapper, tmp_path):
             continue
         export(adapter, directory, folder, program, "owner/model")
         names[program] = load_file(folder / "adapter_model.safetensors").keys()
+        torch.testing.assert_close(read_adapter(folder).state, adapter.state, rtol=0, atol=0)
         inside = any(".language_model." in name for name in names[program])
         base = kind.from_pretrained(directory) if inside else whole_model(directory)
         theirs = PeftModel.from_pretrained(base, folder).eval()

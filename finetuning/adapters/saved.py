@@ -1,6 +1,7 @@
 """Read adapters exported by earlier runs, strictly in PEFT's format."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,8 @@ _REASONS = {
     "use_dora": "the mean of DoRA's factors is not the mean of the models",
 }
 _SHOWN = 4
+# Beginnings of tensors' names in models that also accept images or sound, in two versions.
+_INSIDE = re.compile(r"^base_model\.model\.(model\.language_model|language_model\.model)\.")
 
 
 class AdapterError(UserError, ValueError):
@@ -87,8 +90,9 @@ class SavedAdapter:
 def read_adapter(directory: Path) -> SavedAdapter:
     """Read an exported adapter: LoRA or a prefix, in PEFT's format.
 
-    Raise an AdapterError if the folder contains no such adapter, or the adapter uses features of
-    PEFT that aren't supported.
+    If it was trained in a model that also accepts images or sound, or exported for one, its names
+    become those of the text model. Raise an AdapterError if the folder contains no such adapter, or
+    the adapter uses features of PEFT that aren't supported.
     """
     check_folder(directory)
     from peft import PeftConfig
@@ -118,10 +122,11 @@ def read_adapter(directory: Path) -> SavedAdapter:
             f"{f': {reason}' * bool(reason)}; only plain LoRA and prefixes are, so use PEFT itself"
         )
     try:
-        state = load_file(directory / _WEIGHTS)
+        loaded = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{directory / _WEIGHTS} can't be read: {error}") from error
     base = str(config.base_model_name_or_path or "")
+    state = {_INSIDE.sub("base_model.model.model.", name): value for name, value in loaded.items()}
     adapter = SavedAdapter(directory=directory, settings=settings, state=state, base=base)
     selecting = [values.get(key) for key in _SELECTING]
     if isinstance(values.get("target_modules"), str) or any(v not in (None, []) for v in selecting):
