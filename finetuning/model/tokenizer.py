@@ -16,8 +16,10 @@ def load_tokenizer(directory: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    # Mistral's tekken.json and some tokenizer.json that were made from it split words differently.
+    options = {"fix_mistral_regex": True} if (directory / "tekken.json").is_file() else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **options)
     except Exception as error:  # damaged files can raise any exception
         reason = shorten(str(error), 300, placeholder=" …").rstrip(".")
         raise BaseModelError(

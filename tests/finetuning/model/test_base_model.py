@@ -169,6 +169,23 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(copied, special)
         load_tokenizer(copied)
 
 
+def test_mistrals_tokenizers_split_words_as_in_its_own_format(copied):
+    """Some have a wrong pattern, which transformers replaces on request."""
+    file, config = copied / "tokenizer.json", copied / "config.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] |= {f"unused {number}": number for number in range(1_000, 101_000)}
+    split = {"type": "Split", "pattern": {"Regex": r"\d{1,3}|\D+"}, "behavior": "Isolated"}
+    steps = [split | {"invert": False}, {"type": "ByteLevel", "use_regex": False}]
+    steps[1] |= {"add_prefix_space": False, "trim_offsets": True}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    file.write_text(json.dumps(content))
+    changes = {"model_type": "mistral", "transformers_version": "4.50.0", "vocab_size": 101_000}
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    (copied / "tekken.json").write_text("{}")
+    split_words = load_tokenizer(copied).backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    assert [word for word, _ in split_words("2023")] == ["2", "0", "2", "3"]
+
+
 @pytest.fixture
 def quantizable(checkpoint, tmp_path) -> Path:
     """A random model whose rows are as long as a quantisation block."""
