@@ -26,12 +26,13 @@ from finetuning.errors import UserError
 
 _LOCK_SECONDS = 60.0
 _MAX_LINE_BYTES = 2**20
+_COMPRESSED = {".bz2", ".gz", ".xz", ".zst"}
 # The digest of the line before the first line of a log.
 FIRST = "0" * 64
 
 
 class AuditError(UserError, RuntimeError):
-    """The audit log or the privacy account can't be written, so no data may be sent."""
+    """The audit log or the privacy account can't be written or read, so no data may be sent."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class AuditLog:
     """An audit log, which several processes may share.
 
     If logrotate moves the file, ``NAME.1``, ``NAME-20261231`` and so on in the same folder are its
-    beginning; they must not be compressed.
+    beginning. If one of them is compressed, and so can't be read, reading the log raises
+    ``AuditError``: otherwise, the numbers of lines and a policy's limits could begin anew.
     """
 
     path: Path
@@ -68,16 +70,15 @@ class AuditLog:
         except OSError as error:
             raise AuditError(
                 f"nothing leaves this site, because its {self.title} can't be written: "
-                f"{error.strerror or type(error).__name__}"
+                f"{error.strerror or error} ({error.filename or self.path})"
             ) from error
 
     def _write(self, line: dict[str, Any]) -> tuple[int, str]:
         with self.path.open("r+b", buffering=0) as file:
-            # Drop a partial line after a power failure: the data that it describes was never sent.
+            # Drop a partial line: the data that it describes was never sent.
             start = max(0, file.seek(0, os.SEEK_END) - 2 * _MAX_LINE_BYTES)
             file.seek(start)
-            tail = file.read()
-            tail = tail[: tail.rfind(b"\n") + 1]
+            tail = _whole_lines(file.read())
             end = start + len(tail)
             number = 0
             if self.is_chained:
@@ -100,7 +101,7 @@ class AuditLog:
         """Return the number and the digest of the last line; ``tail`` is the end of the file."""
         if not tail:
             earlier = self.files()[:-1]
-            tail = earlier[-1].read_bytes() if earlier else b""
+            tail = _whole_lines(earlier[-1].read_bytes()) if earlier else b""
         last = tail.removesuffix(b"\n").rpartition(b"\n")[2]
         if not last:
             return 0, FIRST
@@ -111,9 +112,21 @@ class AuditLog:
 
     def files(self) -> list[Path]:
         """Return the log's files in their order: rotated ones, and the one that is written."""
-        moved = re.compile(re.escape(self.path.name) + r"[.-]\d+")
-        others = [file for file in self.path.parent.glob("*") if moved.fullmatch(file.name)]
-        return [*sorted(others if self.is_chained else [], key=_first_number), self.path]
+        if not self.is_chained:
+            return [self.path]
+        moved = re.compile(re.escape(self.path.name) + r"[.-]\d[\d-]*")
+        others = []
+        for file in self.path.parent.glob("*"):
+            is_compressed = file.suffix in _COMPRESSED
+            if not moved.fullmatch(file.stem if is_compressed else file.name):
+                continue
+            if is_compressed:
+                raise AuditError(
+                    f"{file} is a part of the {self.title}, from which limits are computed: "
+                    "decompress it, and configure logrotate not to compress this log"
+                )
+            others.append(file)
+        return [*sorted(others, key=_first_number), self.path]
 
     def raw_lines(self) -> Iterator[bytes]:
         """Yield all complete lines of all files, without the line feeds."""
@@ -139,6 +152,11 @@ def parse_line(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return event if isinstance(event, dict) else {}
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """Return content without a partial line at its end, which a power failure leaves behind."""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _first_number(file: Path) -> tuple[int, str]:

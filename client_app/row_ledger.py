@@ -45,9 +45,9 @@ def record_rows(policy: SitePolicy, digests: Iterable[bytes]) -> str:
                     aside.write_bytes(content)
                     aside.chmod(0o600)
     except OSError as error:
-        reason = error.strerror or error
         raise AuditError(
-            f"nothing leaves this site, because its row ledger can't be written: {reason}"
+            "nothing leaves this site, because its row ledger can't be written: "
+            f"{error.strerror or error} ({error.filename or folder})"
         ) from error
     return name
 

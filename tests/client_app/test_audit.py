@@ -93,7 +93,7 @@ def test_a_line_is_on_the_disk_before_its_reply_leaves(site, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", failing)
     before = site.log.read_bytes()
-    assert "its audit log can't be written: Input/output error" in site.refusal("query")
+    assert f"log can't be written: Input/output error ({site.log})" in site.refusal("query")
     assert site.log.read_bytes() == before
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from client_app.audit import AuditLog
+from client_app.audit import AuditError, AuditLog
 from client_app.audit_report import audit
 
 COUNT = 30
@@ -75,13 +75,19 @@ def test_a_record_shows_a_changed_end_and_a_restored_log(log):
 def test_rotated_files_are_one_log(log):
     log.path.rename(log.path.with_name("audit.jsonl.2"))
     log.append({"event": "reply", "run": "run-2"})
-    log.path.rename(log.path.with_name("audit.jsonl-20261128"))
+    with log.path.open("a") as file:
+        file.write('{"event": "ha')  # a power failure, after which the file was rotated
+    log.path.rename(log.path.with_name("audit.jsonl-2026-11-28"))
     log.path.with_name("audit.jsonl.bak").write_text("a copy, which counts for nothing\n")
     number, digest = log.append({"event": "reply", "run": "run-3"})
     assert number == COUNT + 2
     found = audit(log, [(number, digest)])
     assert not found.problems and set(found.runs) == {"run-1", "run-2", "run-3"}
     assert len(list(log.lines())) == COUNT + 2
+    packed = log.path.with_name("audit.jsonl.2").rename(log.path.with_name("audit.jsonl.2.gz"))
+    with pytest.raises(AuditError, match=f"{packed} is a part of the audit log"):
+        list(log.lines())  # from the rest, a policy's limits would begin anew
+    packed.rename(log.path.with_name("audit.jsonl.2"))
     log.path.with_name("audit.jsonl.2").unlink()
     assert f"line {COUNT + 1} follows line 0" in audit(log).problems[0]
 

@@ -62,7 +62,7 @@ def test_a_full_audit_log_leaves_a_site_out(values, small_disk, client_folders, 
     assert [event["participants"] for event in rounds] == [both, both[:1], both]
     (left_out,) = rounds[1]["left_out"]
     reason = "nothing leaves this site, because its audit log can't be written"
-    assert left_out == {"client": "court", "reason": f"{reason}: No space left on device"}
+    assert left_out == {"client": "court", "reason": f"{reason}: No space left on device ({log})"}
     # The log contains nothing about the second round.
     lines = log.read_bytes().removeprefix(grid.before).splitlines()
     assert {json.loads(line)["round"] for line in lines} == {3}
