@@ -75,16 +75,12 @@ def collect(name: str, policy: "SitePolicy", folder: Path) -> dict[str, Any]:
     from client_app.privacy_account import PrivacyAccount
     from client_app.state import ClientState
 
-    found = audit(AuditLog(policy.audit_file))
-    runs = {}
+    log, privacy = AuditLog(policy.audit_file), policy.privacy
+    found, runs = audit(log), {}
+    states = {run: ClientState("", run, name).directory for run in found.runs}
     for run, about in sorted(found.runs.items(), key=lambda item: item[1].first):
-        values = about.to_dict()
-        values["leak test"] = _leaks(ClientState("", run, name).directory / "leaks.json")
-        runs[run] = values
-    privacy = policy.privacy
+        runs[run] = about.to_dict() | {"leak test": _leaks(states[run] / "leaks.json")}
     spent = PrivacyAccount(policy).spent() if privacy.epsilon is not None else None
-    state = folder / "state"
-    kept = [policy.audit_file, *sorted(state.glob("*/"))] if state.exists() else []
     return {
         "institution": name,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -105,11 +101,18 @@ def collect(name: str, policy: "SitePolicy", folder: Path) -> dict[str, Any]:
         },
         "runs": runs,
         "kept on this disk": {
-            each.name: sum(f.stat().st_size for f in (each, *each.rglob("*")) if f.is_file())
-            for each in kept
-            if each.exists() and not each.name.startswith(".")
+            "adapters and states of runs": _size(*states.values()),
+            "audit log": _size(*log.files()),
+            "row ledger": _size(policy.audit_file.parent / "rows"),
+            "logs of programs": _size(folder / "state" / "logs"),
         },
     }
+
+
+def _size(*paths: Path) -> int:
+    """Return the size of files and folders, in bytes."""
+    files = (file for path in paths for file in (path, *path.rglob("*")))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _limits(policy: "SitePolicy") -> dict[str, Any]:

@@ -130,6 +130,9 @@ def test_a_record_is_signed_and_has_no_rows_and_no_paths(evidence, tmp_path):
     facts = json.loads(file.read_text())["record"]
     (run,) = facts["runs"].values()
     assert run["rounds"] == [1, 2] and run["leak test"]["exceeded"] == []
+    states = (evidence.folder.parent / "chambers").glob("*/court/**/*")
+    kept = facts["kept on this disk"]["adapters and states of runs"]
+    assert kept == sum(each.stat().st_size for each in states if each.is_file()) > 0
     assert facts["audit log"]["problems"] == [] and facts["agreement"] == "No. 7, 2026"
     assert "Opinion of the data protection officer" in page and "2199-12-31" in page
     assert "coordinator.example.org:8443" in page and "no licence named" in page
