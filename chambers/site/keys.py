@@ -18,6 +18,7 @@ from federation.run_config import ConfigError
 from federation.site_policy import PolicyError
 from finetuning.files import write_file, write_secret
 
+PrivateKey = ec.EllipticCurvePrivateKey | Ed25519PrivateKey
 KEY, PUBLIC = "instructions.key", "instructions.pub"
 
 
@@ -26,26 +27,28 @@ def open_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
 
     The public key is in the file with the suffix ``.pub``.
     """
-    public = file.with_name(f"{file.name}.pub")
     if not file.exists():
         # Flower reads only keys on NIST curves in OpenSSH format, without a passphrase.
         write_pair(file, ec.generate_private_key(ec.SECP384R1()))
     key = read_node_key(file)
-    if not public.exists():
-        write_file(public, _line(key.public_key()))
+    _complete(file.with_name(f"{file.name}.pub"), key)
     return key
 
 
 def open_peer_key(file: Path) -> Path:
     """Return the path of the public half of a key for masked sums; create the pair if missing."""
-    public = file.with_name(f"{file.name}.pub")
     if not file.exists():
-        return write_pair(file, Ed25519PrivateKey.generate(), public)
-    if not public.exists():  # the command was interrupted between the two
-        key = authentication.parse_private_key(read_bytes(file))
-        if not isinstance(key, Ed25519PrivateKey):
-            raise CommandError(f"{file} is not a key for masked sums: move it away")
-        write_file(public, _line(key.public_key()))
+        return write_pair(file, Ed25519PrivateKey.generate())
+    key = authentication.parse_private_key(read_bytes(file))
+    if not isinstance(key, Ed25519PrivateKey):
+        raise CommandError(f"{file} is not a key for masked sums: move it away")
+    return _complete(file.with_name(f"{file.name}.pub"), key)
+
+
+def _complete(public: Path, key: PrivateKey) -> Path:
+    """Write the public half of a key if it is missing, as after an interrupted command."""
+    if not public.exists():
+        write_file(public, public_line(key.public_key(), public.stem))
     return public
 
 
@@ -71,14 +74,16 @@ def read_node_public_key(file: Path) -> ec.EllipticCurvePublicKey:
 
 def hash_node_key(key: ec.EllipticCurvePublicKey) -> str:
     """Return the SHA-256 digest of the ``node.pub`` that ``chambers site join`` writes."""
-    return hashlib.sha256(_line(key).encode()).hexdigest()
+    return hashlib.sha256(public_line(key).encode()).hexdigest()
 
 
 def open_instructions(folder: Path) -> Path:
     """Return the path of the coordinator's public key; create the key pair if it doesn't exist."""
-    key, public = folder / KEY, folder / PUBLIC
-    if not key.exists() and not public.exists():
-        write_pair(key, Ed25519PrivateKey.generate(), public)
+    file, public = folder / KEY, folder / PUBLIC
+    if file.exists():
+        _complete(public, authentication.read_private_key(file))
+    elif not public.exists():
+        write_pair(file, Ed25519PrivateKey.generate(), public)
     check_instructions(folder)
     return public
 
@@ -110,9 +115,7 @@ def check_secret(file: Path) -> None:
         raise CommandError(f"{file} can be read by other users: chmod 600 {file}")
 
 
-def write_pair(
-    file: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey, public: Path | None = None
-) -> Path:
+def write_pair(file: Path, key: PrivateKey, public: Path | None = None) -> Path:
     """Write a private key without a passphrase, readable only by this user, and the public key.
 
     Return the path of the public key, by default ``FILE.pub``; refuse to overwrite a file.
@@ -124,10 +127,9 @@ def write_pair(
                 f"{target} exists: move it away for a new key, which must be admitted or trusted"
             )
     write_secret(file, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    write_file(public, _line(key.public_key(), file.name))
-    return public
+    return _complete(public, key)
 
 
-def _line(key: ec.EllipticCurvePublicKey | Ed25519PublicKey, comment: str = "node") -> str:
-    """Return the content of a public key's file."""
+def public_line(key: ec.EllipticCurvePublicKey | Ed25519PublicKey, comment: str = "node") -> str:
+    """Return the content of a public key's file, in OpenSSH's format."""
     return f"{key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()} {comment}\n"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from chambers.errors import CommandError, read_bytes
 from chambers.site.host import TRUSTED
-from chambers.site.keys import write_pair
+from chambers.site.keys import public_line, write_pair
 from federation.authentication import parse_private_key
 from finetuning.files import write_file
 
@@ -49,19 +49,22 @@ def key_id(key: Ed25519PrivateKey) -> str:
 def open_signing_key(file: Path) -> Ed25519PrivateKey:
     """Read a reviewer's key; raise ``CommandError`` if the file isn't one.
 
-    If there is no such file, write a new key, and ``trusted.yaml`` for institutions beside it.
+    If there is no such file, write a new key. If ``trusted.yaml`` for institutions is missing
+    beside it, write that, too.
     """
+    trusted = file.with_name(TRUSTED)
     if not file.exists():
-        new, trusted = Ed25519PrivateKey.generate(), file.with_name(TRUSTED)
         if trusted.exists():
             raise CommandError(f"{file} is missing, but {trusted} exists: use another folder")
-        public = write_pair(file, new)
-        write_file(trusted, f"{key_id(new)}: {json.dumps(public.read_text().strip())}\n")
+        write_pair(file, Ed25519PrivateKey.generate())
     key = parse_private_key(read_bytes(file))
     if not isinstance(key, Ed25519PrivateKey):
         raise CommandError(
             f"{file} is not a signing key without a passphrase; chambers site sign makes one"
         )
+    if not trusted.exists():  # an earlier command may have been interrupted
+        line = public_line(key.public_key(), file.name)
+        write_file(trusted, f"{key_id(key)}: {json.dumps(line.strip())}\n")
     return key
 
 
@@ -96,15 +99,16 @@ def publish(folder: Path, content: bytes, verification: Verification, url: str) 
     """
     file, answer_file = folder / f"{hashlib.sha256(content).hexdigest()}.fab", folder / ANSWER
     by_key = {}
-    if file.exists():
+    if answer_file.exists():
         try:
-            older = HubAnswer.model_validate_json(answer_file.read_bytes())
-        except (OSError, ValidationError) as error:
+            older = HubAnswer.model_validate_json(read_bytes(answer_file))
+        except ValidationError as error:
             raise CommandError(
                 f"{answer_file} has no valid signatures of the release in its folder; delete "
                 f"{folder} and sign the release again"
             ) from error
-        by_key = {signed.public_key_id: signed for signed in older.verifications}
+        if older.fab_url.endswith(file.name):
+            by_key = {signed.public_key_id: signed for signed in older.verifications}
     by_key[verification.public_key_id] = verification
     write_file(file, content)
     answer = HubAnswer(

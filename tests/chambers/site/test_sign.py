@@ -76,13 +76,18 @@ def test_reviewers_add_their_signatures_to_one_release(capsys, release, tmp_path
         for name in ("alice", "bob", "alice"):
             sign(capsys, release, tmp_path / name / "key", folder, "--url", url)
         assert _verify_fab(fetch(url), alice) and _verify_fab(fetch(url), bob)
-        # A different release has none of the first one's signatures.
+        # A different release has none of the first one's signatures, even if an earlier command
+        # was killed after it had written the release.
         build(release, **{"tiny.py": APP["tiny.py"] + b"print(1)"})
+        digest = hashlib.sha256(release.read_bytes()).hexdigest()
+        shutil.copy(release, folder / f"{digest}.fab")
         sign(capsys, release, tmp_path / "bob" / "key", folder, "--url", url)
         fab = fetch(url)
         assert fab.content == release.read_bytes()
         assert _verify_fab(fab, bob) and not _verify_fab(fab, alice)
         assert len(list(folder.iterdir())) == 2
+        (verification,) = json.loads((folder / "fetch-fab.json").read_text())["verifications"]
+        assert verification["public_key_id"] in bob
 
 
 def test_a_list_of_groups_is_signed_for_who_trusts_the_reviewer(capsys, tmp_path):
@@ -121,6 +126,10 @@ def test_refusals(capsys, release, tmp_path):
     assert not folder.exists()
     # A mistyped name doesn't make another key.
     assert "trusted.yaml exists" in attempt(release, tmp_path / "kye")
+    trusted = (tmp_path / "trusted.yaml").read_text()
+    (tmp_path / "trusted.yaml").unlink()  # as if the first command had been killed
+    assert open_signing_key(tmp_path / "key")
+    assert (tmp_path / "trusted.yaml").read_text() == trusted
     assert not folder.exists()
     sign(capsys, release, tmp_path / "key", folder)
     (folder / "fetch-fab.json").write_text("{}")
