@@ -8,6 +8,7 @@ import sys
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from string import Template
 from threading import Thread
@@ -64,7 +65,7 @@ class Up:
                     start_new_session=True,
                 )
                 names[process.pid] = name
-                log = logs / f"{name}.log"
+                log = (logs / f"{name}.log").open("ab", buffering=0)
                 Thread(target=_copy, args=(name, process, log), daemon=True).start()
             name = names[os.waitpid(-1, 0)[0]]
         except KeyboardInterrupt:
@@ -112,12 +113,14 @@ def _read_programs(folder: Path, port: int) -> dict[str, tuple[list[str], dict[s
     return programs
 
 
-def _copy(name: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _copy(name: str, process: "subprocess.Popen[bytes]", log: FileIO) -> None:
     """Copy a program's output to its log and, with its name, to standard output."""
     assert process.stdout is not None
-    with log.open("ab", buffering=0) as file:
+    with log:
         for line in process.stdout:
-            file.write(line)
+            # Continue on a full disk: the program would stop at its next line if nobody read it.
+            with suppress(OSError):
+                log.write(line)
             with suppress(OSError):  # nobody reads standard output any more
                 print(f"{name:9} | {line.decode(errors='replace')}", end="", flush=True)
 

@@ -78,6 +78,8 @@ def test_all_programs_end_with_the_command(folder, ending):
 
 
 def test_all_programs_end_if_one_of_them_ends(folder):
+    (folder / "state" / "logs").mkdir()
+    (folder / "state" / "logs" / "first.log").symlink_to("/dev/full")  # its output is still read
     with up(folder) as process:
         programs = started(process)
         (folder / "state" / "end").touch()
