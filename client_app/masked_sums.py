@@ -172,6 +172,8 @@ def reply_once(task: ClientTask, compute: Callable[[], Arrays]) -> Message:
             log(INFO, "%s: the stored upload is sent again", task.title)
         else:
             _upload(task, digest, compute, file)
+        if task.instruction.final:
+            _key_file(task.state).unlink(missing_ok=True)
         upload = load_file(file)
     config = {"name": task.institution.name, "base": task.instruction.base, SUM: digest}
     arrays = ArrayRecord({name: Array(upload[name]) for name in sorted(upload)})
@@ -208,8 +210,6 @@ def _upload(task: ClientTask, digest: str, compute: Callable[[], Arrays], file: 
     for old in file.parent.glob("*.safetensors"):
         if int(old.name.partition("-")[0]) <= task.instruction.round - _KEPT_ROUNDS:
             old.unlink()
-    if task.instruction.final:
-        _key_file(task.state).unlink()
 
 
 def _digest(task: ClientTask) -> bytes:

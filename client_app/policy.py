@@ -176,9 +176,9 @@ def check_steps(
 def check_address(policy: SitePolicy, address: str) -> None:
     """Raise ``PolicyError`` unless the policy allows a lane to a block server's address."""
     known = {entry.lower() for entry in policy.coordinators or ()}
-    host = address.rpartition(":")[0]
-    listed = address.lower() in known or host.lower() in known
-    require(listed, f"a lane to {address}", "not in its coordinators")
+    host = address.lower().rpartition(":")[0]
+    listed = {address.lower(), host, host.strip("[]")} & known
+    require(bool(listed), f"a lane to {address}", "not in its coordinators")
 
 
 def check_counts(

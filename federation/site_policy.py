@@ -272,22 +272,16 @@ class SitePolicy(Table):
     release: ReleasePolicy = ReleasePolicy()
 
     @model_validator(mode="after")
-    def _can_sum(self) -> Self:
-        sums = self.sums
-        if "sums" in self.model_fields_set and not (sums.members and sums.reviewers and sums.key):
+    def _is_complete(self) -> Self:
+        named, sums = self.model_fields_set, self.sums
+        if "sums" in named and not (sums.members and sums.reviewers and sums.key):
             raise ValueError("sums needs members, reviewers and key")
-        return self
-
-    @model_validator(mode="after")
-    def _names_block_servers(self) -> Self:
+        if "privacy" in named and self.privacy.epsilon is None:
+            raise ValueError("privacy needs epsilon; without epsilon, nothing is private")
+        if "release" in named and not self.release.is_set:
+            raise ValueError("release needs max-auc or max-extracted; without, nothing is tested")
         if self.split.allowed and not self.coordinators:
             raise ValueError("split.allowed = true needs coordinators: addresses of block servers")
-        return self
-
-    @model_validator(mode="after")
-    def _has_epsilon(self) -> Self:
-        if "privacy" in self.model_fields_set and self.privacy.epsilon is None:
-            raise ValueError("privacy needs epsilon; without epsilon, nothing is private")
         return self
 
     @property

@@ -39,7 +39,7 @@ def report_on_coordinator(folder: Path, model: str, superlink: str = "", proxy: 
     )
     report.line(check_instructions, folder)
     proxy = proxy or f"{urlsplit(host.HUB).hostname}:8443"
-    report.line(_answers, "SuperLink", superlink or _connection(folder), folder)
+    report.line(_answers, "SuperLink", superlink, folder)
     if report.line(_answers, "proxy", proxy, folder):
         report.line(check_filter, proxy, authority)
     report.line(_writable, database)
@@ -64,7 +64,13 @@ def _connection(folder: Path) -> str:
     file = folder / "state" / ".flwr" / "config.toml"
     if not file.exists():
         return "127.0.0.1:8000"
-    return str(tomllib.loads(file.read_text())["superlink"]["deployment"]["address"])
+    try:
+        return str(tomllib.loads(file.read_text())["superlink"]["deployment"]["address"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(
+            f"{file} has no address of the SuperLink ({error}): delete it, and run chambers site "
+            "coordinator again"
+        ) from error
 
 
 def _pair(file: Path, key_file: Path) -> str:
@@ -89,6 +95,7 @@ def _renewal(server: Path) -> str:
 
 def _answers(what: str, address: str, folder: Path) -> str:
     """Check that the SuperLink or its proxy uses the certificate in the folder."""
+    address = address or _connection(folder)
     shown = get_health(address, folder / AUTHORITY).certificate
     if shown != read_certificate(folder / SERVER):
         raise CommandError(

@@ -1,5 +1,6 @@
 """Checks of an institution's machine."""
 
+import os
 from collections import defaultdict
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import ValidationError
 
+from chambers.disk_space import find_existing
 from chambers.errors import CommandError, read_bytes
 from chambers.site import host
 from chambers.site.authority import AUTHORITY
@@ -22,7 +24,7 @@ from chambers.site.connection import (
     get_health,
     is_registered,
 )
-from chambers.site.keys import read_node_key
+from chambers.site.keys import check_secret, read_node_key
 from chambers.site.programs import PORT
 from chambers.site.report import AdviceError, Report, check_disk, check_gpu, check_model
 from client_app.masked_sums import membership
@@ -139,7 +141,7 @@ def _site(file: Path) -> str:
 
 
 def _policy(file: str, site: Path) -> str:
-    """Check the policy and the privacy account."""
+    """Check the policy, and that the audit log and the privacy account can be written."""
     if not file:
         raise CommandError(f"{site} names no policy, so the coordinator can request anything")
     policy = read_policy(file)
@@ -153,6 +155,11 @@ def _policy(file: str, site: Path) -> str:
             'coordinator, and add instruction-key = "/srv/chambers/instructions.pub" to the policy'
         )
     read_public_key(key)
+    accounts = [] if privacy.epsilon is None else [privacy.account_file]
+    for log in (policy.audit_file, *accounts):
+        for each in (log, Path(f"{log}.lock"), find_existing(log.parent)):
+            if each.exists() and not os.access(each, os.W_OK, effective_ids=True):
+                raise CommandError(f"{each} can't be written by this user: check who owns it")
     text = f"{file} is a policy; it accepts instructions whose signatures match {key}"
     if privacy.epsilon is not None:
         spent = PrivacyAccount(policy).spent()
@@ -178,6 +185,7 @@ def _sums(site: SiteFile) -> str:
         raise CommandError(
             f"sums: the group has {len(group)} members, but min-peers = {own.min_size}"
         )
+    check_secret(Path(policy.sums.key))
     text = f"sums: {', '.join(group)} form a group, in {policy.sums.members}"
     if not own.only:
         raise AdviceError(f"{text}; but sums.only = false, which the other members refuse")

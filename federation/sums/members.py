@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Self
@@ -90,7 +91,7 @@ class Members(BaseModel):
 def read_members(file: Path) -> Members:
     """Read a list of groups; raise ``SumError`` if the file is missing or malformed."""
     try:
-        return Members.model_validate_json(file.read_bytes())
+        return Members.model_validate_json(file.read_bytes().removeprefix(BOM_UTF8))
     except OSError as error:
         raise SumError(f"the list of groups {file} can't be read: {error.strerror}") from error
     except ValidationError as error:

@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client_app.policy import check_adapter, check_run
+from client_app.policy import check_adapter, check_address, check_run
 from federation.messages import ANSWERS, ARRAYS, CONFIG, LANE, METRICS
 from federation.run_config import parse_run_config
 from federation.site_file import SiteFile
@@ -49,6 +49,7 @@ def test_documentation_has_every_key_and_the_templates_are_valid():
         ("[split]\nallowed = true", "split.allowed = true needs coordinators"),
         ("[privacy]\nnoise-multiplier = 2.0", "privacy needs epsilon"),
         ("[privacy]", "privacy needs epsilon"),
+        ("[release]", "release needs max-auc or max-extracted"),
         ("max-rounds = ", "is not TOML"),
         ("\udcff", "is not TOML"),
     ],
@@ -470,6 +471,7 @@ def test_a_lane_to_another_server_is_refused(site, deep_checkpoint):
     for every, reason in ((1, "training with too few of its rows"), (2, "a lane to unix:")):
         often = values | {"split.average-every": every}
         assert reason in site.refusal("train", {LANE: lane}, often, base=base)
+    check_address(SitePolicy(coordinators=["2001:DB8::1"]), "[2001:db8::1]:9000")
 
 
 def test_a_gguf_file_is_allowed_by_its_folder_and_by_its_digest(site, checkpoint):

@@ -162,6 +162,10 @@ def test_the_way_to_the_superlink(capsys, site):
         _, output = at_coordinator(capsys, site, port)
         assert "answers 404 to /v1/control/ instead of 403" in output
         assert "answers 404 to /v1/control/ instead of 403" in at_institution(capsys, site, port)
+    connection = site.folder / "state" / ".flwr" / "config.toml"
+    connection.parent.mkdir()
+    connection.write_text('superlink = "127.0.0.1:8000"\n')
+    assert f"{connection} has no address" in run(capsys, site.folder)[1]
 
 
 def test_the_database(capsys, site):
@@ -299,6 +303,8 @@ def test_masked_sums(capsys, site, tmp_path):
     assert "the group has 3 members, but min-peers = 4" in at_institution(capsys, site, 1)
     site.policy.write_text(policy + sums_policy(tmp_path, "court", only=False))
     assert "warn sums: court, firm, hospital" in at_institution(capsys, site, 1)
+    (tmp_path / "court-peer").chmod(0o640)
+    assert "court-peer can be read by other users" in at_institution(capsys, site, 1)
     (tmp_path / "court-peer").unlink()
     assert "court-peer' can't be read" in at_institution(capsys, site, 1)
     site.policy.write_text(policy + "[sums]\nonly = true\n")
@@ -339,6 +345,8 @@ def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
     closed = tmp_path / "closed"
     closed.mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(closed / "state"))
+    policy = site.policy.read_text()
+    site.policy.write_text(f'audit-log = "{tmp_path / "audit.jsonl"}"\n{policy}')
     site.data.rename(closed / "data")
     site.data.symlink_to(closed / "data")
     database = site.database.parent
@@ -352,6 +360,7 @@ def test_files_that_may_not_be_read(capsys, site, tmp_path, monkeypatch):
     cure = "Permission denied; run this as the SuperLink's or SuperNode's user"
     assert f"fix  {site.data} can't be read: {cure}" in output
     assert f"fix  {closed}/state/chambers can't be read: {cure}" in output
+    assert f"fix  {tmp_path} can't be written by this user" in output  # the audit log's folder
     assert len(output.splitlines()) == lines
     assert f"fix  {site.database} can't be read: {cure}" in other
 
