@@ -106,7 +106,7 @@ class AuditLog:
         if not last:
             return 0, FIRST
         number = parse_line(last).get("line")
-        if not isinstance(number, int):  # from before lines had numbers, or damaged
+        if not isinstance(number, int):  # a damaged line
             number = sum(1 for _ in self.raw_lines())
         return number, digest_of_line(last)
 

@@ -84,7 +84,6 @@ class Audit:
     Attributes:
         lines: Number of the last line; 0 if there is none.
         digest: Digest of the last line.
-        unchained: Number of lines at the beginning that have no number and digest.
         refused: Number of messages that could not be authenticated, and so belong to no run.
         problems: What is wrong with the log.
         runs: What left, by run.
@@ -93,7 +92,6 @@ class Audit:
 
     lines: int = 0
     digest: str = FIRST
-    unchained: int = 0
     refused: int = 0
     problems: list[str] = field(default_factory=list)
     runs: dict[str, RunAudit] = field(default_factory=dict)
@@ -137,9 +135,7 @@ def _check(found: Audit, line: Mapping[str, Any]) -> None:
     """Compare a line with the line before, and make it the last line of ``found``."""
     before, number = found.lines, line.get("line")
     found.lines = number if isinstance(number, int) else before + 1
-    if not isinstance(number, int) and found.unchained == before:
-        found.unchained += 1  # from before lines had numbers
-    elif not isinstance(number, int):
+    if not isinstance(number, int):
         found.problems.append(f"the line after line {before} is damaged or was inserted")
     elif number != before + 1:
         found.problems.append(f"line {number} follows line {before}: lines are missing or moved")

@@ -46,8 +46,6 @@ class Audit:
             print(f"{found.refused} messages were not authentic, and refused\n")
         for problem in found.problems:
             print(f"fix  {policy.audit_file}: {problem}")
-        if found.unchained:
-            print(f"warn the first {found.unchained} lines are from a version without digests")
         compared = f", and equals {len(recorded)} recorded lines" if recorded else ""
         if not found.problems:
             print(f"ok   {found.lines} lines; the last has the digest {found.digest}{compared}")

@@ -90,15 +90,3 @@ def test_rotated_files_are_one_log(log):
     packed.rename(log.path.with_name("audit.jsonl.2"))
     log.path.with_name("audit.jsonl.2").unlink()
     assert f"line {COUNT + 1} follows line 0" in audit(log).problems[0]
-
-
-def test_lines_without_numbers_are_counted_at_the_beginning_alone(tmp_path):
-    log = AuditLog(tmp_path / "audit.jsonl")
-    old = AuditLog(log.path, is_chained=False)
-    for _ in range(3):
-        old.append({"event": "reply", "run": "old"})
-    assert log.append({"event": "reply", "run": "new"})[0] == 4
-    found = audit(log)
-    assert (found.unchained, found.lines, found.problems) == (3, 4, [])
-    old.append({"event": "reply"})
-    assert "was inserted" in audit(log).problems[0]
