@@ -6,15 +6,14 @@ from Flower, but whoever has a task's token can replace that, so it decides noth
 
 import os
 import stat
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from federation.names import RULE, is_name
 from federation.run_config import Scalar
-from federation.site_policy import AbsolutePath, PolicyError, Table, explain
+from federation.site_policy import AbsolutePath, PolicyError, Table, read_table
 
 VARIABLE = "CHAMBERS_SITE"
 
@@ -58,18 +57,10 @@ def read_site_file(path: Path) -> SiteFile:
     """
     if not path.is_absolute():
         raise PolicyError(f"{VARIABLE} = {str(path)!r} must be an absolute path")
-    try:
-        _refuse_foreign(path)
-        site = SiteFile.model_validate(tomllib.loads(path.read_text("utf-8-sig")))
-        if site.policy:
-            _refuse_foreign(Path(site.policy))
-    except ValidationError as error:
-        mistakes = "; ".join(explain(dict(problem)) for problem in error.errors())
-        raise PolicyError(f"the site file {path} is invalid: {mistakes}") from error
-    except OSError as error:
-        raise PolicyError(f"{error.filename or path} can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"the site file {path} is not TOML: {error}") from error
+    _refuse_foreign(path)
+    site = read_table(path, SiteFile, "the site file")
+    if site.policy:
+        _refuse_foreign(Path(site.policy))
     return site
 
 
@@ -94,7 +85,10 @@ def own_settings(node: Mapping[str, Scalar], deployed: bool) -> dict[str, Scalar
 def _refuse_foreign(path: Path) -> None:
     """Raise ``PolicyError`` if other users can change a file, or replace it in its folder."""
     for each in (path, path.parent):
-        status = each.stat()
+        try:
+            status = each.stat()
+        except OSError as error:
+            raise PolicyError(f"{each} can't be read: {error.strerror}") from error
         writable = stat.S_IWOTH
         if status.st_gid not in {0, os.getegid()}:
             writable |= stat.S_IWGRP

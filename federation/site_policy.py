@@ -8,7 +8,7 @@ import tomllib
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import platformdirs
 from pydantic import (
@@ -42,6 +42,9 @@ AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
 class Table(Section, strict=True, populate_by_name=False):
     """A table of a site's file: immutable, with no unknown keys and no type conversion."""
+
+
+_T = TypeVar("_T", bound=Table)
 
 
 class SplitPolicy(Table):
@@ -290,23 +293,31 @@ class SitePolicy(Table):
         return Path(self.audit_log or platformdirs.user_state_path("chambers") / "audit.jsonl")
 
 
+def read_table(path: Path, kind: type[_T], what: str) -> _T:
+    """Read a site's TOML file, of which error messages say ``what`` it is.
+
+    Raise ``PolicyError``, which names the file and the key, if the file is missing or malformed.
+    """
+    try:
+        return kind.model_validate(tomllib.loads(path.read_text("utf-8-sig")))
+    except ValidationError as error:
+        mistakes = "; ".join(explain(dict(problem)) for problem in error.errors())
+        raise PolicyError(f"{what} {path} is invalid: {mistakes}") from error
+    except OSError as error:
+        raise PolicyError(f"{what} {path} can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{what} {path} is not TOML: {error}") from error
+
+
 def read_policy(path: str) -> SitePolicy:
     """Read a policy.
 
-    Raise ``PolicyError``, which names the file and the key, if the file is missing or malformed, or
-    requires a package that isn't installed.
+    Raise ``PolicyError`` if the file is missing or malformed (see ``read_table``), or requires a
+    package that isn't installed.
     """
     if not Path(path).is_absolute():
         raise PolicyError(f"the path of the site's policy, {path!r}, must be absolute")
-    try:
-        policy = SitePolicy.model_validate(tomllib.loads(Path(path).read_text("utf-8-sig")))
-    except ValidationError as error:
-        mistakes = "; ".join(explain(dict(problem)) for problem in error.errors())
-        raise PolicyError(f"the site's policy {path} is invalid: {mistakes}") from error
-    except OSError as error:
-        raise PolicyError(f"the site's policy {path} can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"the site's policy {path} is not TOML: {error}") from error
+    policy = read_table(Path(path), SitePolicy, "the site's policy")
     if policy.privacy.epsilon is not None and find_spec("opacus") is None:
         raise PolicyError(
             f"the site's policy {path} has privacy.epsilon, but Opacus, which computes the spent "
@@ -319,10 +330,7 @@ def explain(problem: dict[str, Any]) -> str:
     """Return a key and its error, without the value, which is private to the site."""
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        hint = (
-            "the key is now min-rows" if key == "min-examples" else "docs/policy.md lists all keys"
-        )
-        return f"{key}: unknown key; {hint}"
+        return f"{key}: unknown key; docs/policy.md lists all keys"
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "string_type":
         reason = "must be text, in quotation marks"

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import httpx
 import platformdirs
-import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import ValidationError
 
 from chambers.disk_space import find_existing
-from chambers.errors import CommandError, read_bytes
+from chambers.errors import CommandError
 from chambers.site import host
 from chambers.site.authority import AUTHORITY
 from chambers.site.connection import (
@@ -30,9 +29,10 @@ from chambers.site.report import AdviceError, Report, check_disk, check_gpu, che
 from client_app.masked_sums import membership
 from client_app.privacy_account import PrivacyAccount
 from client_app.worker_socket import WorkerError, connected_worker
-from federation.authentication import parse_public_key, read_public_key
+from federation.authentication import read_public_key
 from federation.site_file import VARIABLE, SiteFile, read_site_file
 from federation.site_policy import read_policy
+from federation.sums.members import read_reviewers
 from finetuning.data.files import find_parts, list_names
 from finetuning.data.formats import DataError
 from finetuning.settings import DataSettings
@@ -112,21 +112,18 @@ def _online(folder: Path) -> str:
 
 def _trusted(file: Path) -> str:
     """Check the keys of trusted reviewers, whose signatures of releases are accepted."""
-    try:
-        entities = yaml.safe_load(read_bytes(file))
-    except yaml.YAMLError as error:
-        raise CommandError(f"{file} is not YAML: {error}") from error
-    if not isinstance(entities, dict) or not entities:
+    keys = read_reviewers(file)
+    if not keys:
         raise CommandError(
             f"{file} names no key: the SuperNode refuses to start if the file is empty, and runs "
             "any code if the file contains {}; get trusted.yaml from your reviewer"
         )
-    for name, line in entities.items():
-        if not isinstance(parse_public_key(str(line).encode()), Ed25519PublicKey):
+    for name, key in keys.items():
+        if not isinstance(key, Ed25519PublicKey):
             raise CommandError(
                 f"{file}: {name} is not an Ed25519 key: get trusted.yaml from your reviewer"
             )
-    return f"{file}: accepts releases signed by {' or '.join(map(str, entities))}"
+    return f"{file}: accepts releases signed by {' or '.join(keys)}"
 
 
 def _site(file: Path) -> str:

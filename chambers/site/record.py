@@ -74,7 +74,9 @@ def collect(name: str, policy: "SitePolicy", folder: Path) -> dict[str, Any]:
     from client_app.code_digest import code_digest
     from client_app.privacy_account import PrivacyAccount
     from client_app.state import ClientState
+    from federation.sums.members import read_reviewers
 
+    trusted = folder / host.TRUSTED
     log, privacy = AuditLog(policy.audit_file), policy.privacy
     found, runs = audit(log), {}
     states = {run: ClientState("", run, name).directory for run in found.runs}
@@ -90,7 +92,7 @@ def collect(name: str, policy: "SitePolicy", folder: Path) -> dict[str, Any]:
         "purpose": policy.purpose,
         "agreement": policy.agreement,
         "valid until": str(policy.not_after or ""),
-        "reviewers of the code": _reviewers(folder / host.TRUSTED),
+        "reviewers of the code": sorted(read_reviewers(trusted)) if trusted.exists() else [],
         "policy": _limits(policy),
         "privacy": {"epsilon": privacy.epsilon, "delta": privacy.delta, "spent": spent},
         "audit log": {
@@ -135,12 +137,6 @@ def _leaks(file: Path) -> dict[str, Any]:
     values = json.loads(file.read_bytes())
     rounded = {key: round(values[key], 3) for key in ("auc", "auc_low", "auc_high")}
     return rounded | {key: values[key] for key in ("extracted", "spans", "exceeded")}
-
-
-def _reviewers(file: Path) -> list[str]:
-    import yaml
-
-    return sorted(map(str, yaml.safe_load(file.read_bytes()) or ())) if file.exists() else []
 
 
 def _content(facts: Mapping[str, Any]) -> bytes:

@@ -101,12 +101,11 @@ def read_members(file: Path) -> Members:
         raise SumError(f"the list of groups {file} is invalid: {where} {text}") from error
 
 
-def read_signed_members(file: Path, trusted: Path) -> Members:
-    """Read a list of groups that a reviewer in ``trusted``, a site's trusted.yaml, has signed.
+def read_reviewers(trusted: Path) -> dict[str, object]:
+    """Return the keys in a site's trusted.yaml by their ids; None for what isn't a public key.
 
-    Raise ``SumError`` if a file can't be read, or no such reviewer has signed the list.
+    Raise ``SumError`` if the file can't be read.
     """
-    members = read_members(file)
     try:
         entities = yaml.safe_load(trusted.read_bytes())
     except OSError as error:
@@ -114,7 +113,15 @@ def read_signed_members(file: Path, trusted: Path) -> Members:
     except yaml.YAMLError as error:
         raise SumError(f"{trusted} is not YAML: {error}") from error
     lines = entities.items() if isinstance(entities, dict) else ()
-    keys = {str(name): parse_public_key(str(line).encode()) for name, line in lines}
+    return {str(name): parse_public_key(str(line).encode()) for name, line in lines}
+
+
+def read_signed_members(file: Path, trusted: Path) -> Members:
+    """Read a list of groups that a reviewer in ``trusted``, a site's trusted.yaml, has signed.
+
+    Raise ``SumError`` if a file can't be read, or no such reviewer has signed the list.
+    """
+    members, keys = read_members(file), read_reviewers(trusted)
     if not members.is_signed_by({n: k for n, k in keys.items() if isinstance(k, Ed25519PublicKey)}):
         raise SumError(
             f"the list of groups {file} is not signed by a reviewer in {trusted}: get members.json "

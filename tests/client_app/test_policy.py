@@ -37,7 +37,6 @@ def test_documentation_has_every_key_and_the_templates_are_valid():
     [
         ("max-rouns = 3", "max-rouns: unknown key"),
         ("[split]\nallow = true", "split.allow: unknown key"),
-        ("min-examples = 4", "min-examples: unknown key; the key is now min-rows"),
         ('max-rounds = "3"', "max-rounds: Input should be a valid integer"),
         ("max-rounds = true", "max-rounds: Input should be a valid integer"),
         ("max-rounds = 0", "max-rounds: Input should be greater than 0"),
