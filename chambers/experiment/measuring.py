@@ -13,8 +13,16 @@ from typing import Any, get_args
 import torch
 
 from chambers.experiment.leaks import Attacks
-from chambers.experiment.plan import CONSTANT, Experiment, Leak, Measure, PlannedRun, Reported
-from chambers.experiment.questions import Group, group_name, secrets_of
+from chambers.experiment.plan import (
+    CONSTANT,
+    Experiment,
+    Leak,
+    Measure,
+    PlannedRun,
+    Reported,
+    of_variant,
+)
+from chambers.experiment.questions import Group, secrets_of
 from chambers.experiment.results import BASE, GLOBAL, Record, read_records, write_records
 from chambers.experiment.running import carry_out
 from federation.run_config import RunConfig
@@ -241,11 +249,11 @@ def _constant_records(
 def _adapters(experiment: Experiment, run: PlannedRun, directory: Path) -> dict[str, Path]:
     """Return the folders of a completed run's adapters, keyed by the model's name."""
     adapters = directory / "adapters"
-    name = group_name(run.variant, run.client) if run.client else GLOBAL
+    name = of_variant(run.variant, run.client) if run.client else GLOBAL
     folders_by_model = {name: adapters / "global"}
     if experiment.arms[run.arm].personalised:
         folders = sorted(each for each in (adapters / "clients").iterdir() if each.is_dir())
-        folders_by_model |= {group_name(run.variant, folder.name): folder for folder in folders}
+        folders_by_model |= {of_variant(run.variant, folder.name): folder for folder in folders}
     return folders_by_model
 
 
@@ -255,6 +263,6 @@ def _reported(run: PlannedRun, directory: Path, measures: Sequence[Measure]) -> 
     for measure in measures:
         for client in sorted({event["client"] for event in trained}):
             values = [e[measure] for e in trained if e["client"] == client and measure in e]
-            group = group_name(run.variant, client)
+            group = of_variant(run.variant, client)
             if values:
                 yield Record(run.arm, GLOBAL, run.seed, group, measure, [mean(values)])

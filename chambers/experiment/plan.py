@@ -36,6 +36,7 @@ Leak = Literal[
 Reported = Literal["distance", "penalty_gradient_share"]
 Measure = Literal[_Likelihood, _Text, Leak, Reported]
 CONSTANT = "constant"  # name of always giving the same answer, in records
+ALL, OWN, OTHERS = "all", "own", "others'"  # columns of tables
 
 
 class Arm(Section):
@@ -77,22 +78,14 @@ class ResultTable(Section):
     title: str
     measure: Measure
     arms: list[str] = Field(min_length=1)  # in the order of the rows
-    # ``groups``: a column per group. ``own``: one for a client's own group and one for the others'.
+    # ``groups``: a column for each group, and one for all groups of a variant. ``own``: for each
+    # variant, a column for a client's own group and one for the others'.
     columns: Literal["groups", "own"] = "groups"
     against: str | None = None  # arm with which the others are compared, question by question
     # By column, the margin within which its differences are tested for equality.
     equal: dict[str, PositiveFloat] = Field({})
     # The paper's values, keyed by arm (``arm client`` for a client's model) and then by column.
     published: dict[str, dict[str, float]] = Field({})
-
-    @model_validator(mode="after")
-    def _check_margins(self) -> "ResultTable":
-        compared = ("own", "others'") if self.columns == "own" else ("all",)
-        if not self.equal.keys() <= {*compared}:
-            raise ValueError(f"{self.name}: equal must be of {' or '.join(compared)}")
-        if self.equal and not self.against:
-            raise ValueError(f"{self.name}: equal needs against, the arm to compare with")
-        return self
 
 
 class Plot(Section):
@@ -140,11 +133,29 @@ class Experiment(Section):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _check_margins(self) -> "Experiment":
+        for table in self.tables:
+            kinds = [OWN, OTHERS] if table.columns == "own" else [ALL]
+            compared = [of_variant(*names) for names in product(self.variants, kinds)]
+            if table.columns == "groups":
+                compared += filter(None, self.variants)  # whose clients share a data set
+            if not table.equal.keys() <= {*compared}:
+                raise ValueError(f"{table.name}: equal must be of {' or '.join(compared)}")
+            if table.equal and not table.against:
+                raise ValueError(f"{table.name}: equal needs against, the arm to compare with")
+        return self
+
     @property
     def shares_questions(self) -> bool:
         """Whether all seeds have the same questions: those of files, instead of generated ones."""
         pairs = product(self.sizes.values(), self.variants.values())
         return any((self.settings | size.settings | own).get("data.path") for size, own in pairs)
+
+
+def of_variant(variant: str, name: str) -> str:
+    """Return the name of a variant's group of questions or column; ``variant`` may be empty."""
+    return " ".join(filter(None, (variant, name)))
 
 
 @dataclass(frozen=True)

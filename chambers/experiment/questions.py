@@ -6,6 +6,7 @@ from pathlib import Path
 
 from chambers.errors import CommandError
 from chambers.experiment.leaks import MEMBERS, Secrets
+from chambers.experiment.plan import of_variant
 from chambers.settings import GENERATED_CLIENTS
 from federation.run_config import RunConfig
 from finetuning.data.files import client_folders, find_parts
@@ -32,11 +33,6 @@ class Group:
     client: str = ""  # whose training rows are attacked; empty if all clients share a data set
 
 
-def group_name(variant: str, client: str) -> str:
-    """Return the name of a client's group of questions."""
-    return " ".join(filter(None, (variant, client)))
-
-
 def client_names(config: RunConfig) -> list[str]:
     """Return the names of the clients with data of their own; empty if they share a data set.
 
@@ -57,7 +53,7 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
     names = client_names(config)
     if config.data.path:
         path = Path(config.data.path).expanduser()
-        folders = {group_name(variant, name): path / name for name in names}
+        folders = {of_variant(variant, name): path / name for name in names}
         folders = folders or {variant or path.name: path}
         own_clients = names or [""]
         return [
@@ -73,7 +69,7 @@ def groups_of(config: RunConfig, variant: str, seed: int, count: int) -> list[Gr
         ]
         # The questions cycle through the matters.
         articles = [matters.article(own[i % len(own)]) for i in range(count)]
-        group = group_name(variant, name)
+        group = of_variant(variant, name)
         groups.append(Group(group, rows, articles, matters.beginnings(), client=name))
     return groups
 

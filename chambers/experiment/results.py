@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chambers.experiment.plan import CONSTANT, Experiment, Measure, ResultTable
+from chambers.experiment.plan import (
+    ALL,
+    CONSTANT,
+    OTHERS,
+    OWN,
+    Experiment,
+    Measure,
+    ResultTable,
+    of_variant,
+)
 from chambers.intervals import BySeed, Interval, are_equal, interval
 from finetuning.files import write_file
 
 GLOBAL, BASE = "global", "base"
-ALL, OWN, OTHERS = "all", "own", "others'"
 _CLIENTS = "clients"
 # Measures that aren't shares, with their units.
 UNITS: Mapping[Measure, str] = {
@@ -73,26 +81,30 @@ def rows_of(
 ) -> list[TableRow]:
     """Return the rows of a table, with the arms in the table's order.
 
-    Each arm is compared with the arm ``against``, question by question. For columns ``own``, models
-    are compared with that arm's models of the same kind or, if it has none, of its first kind. For
-    columns ``groups``, each model is compared with that arm's global model or, if it has none, with
-    the mean of its models. The models of clients without questions of their own are one row.
+    Each arm is compared with the arm ``against``, question by question, within each variant of the
+    settings: no column mixes variants. For columns ``own``, models are compared with that arm's
+    models of the same kind or, if it has none, of its first kind. For columns ``groups``, each
+    model is compared with that arm's global model or, if it has none, with the mean of its models.
+    The models of clients without questions of their own are one row.
     """
     models, shared = _models(records, table.measure), experiment.shares_questions
+    variants = experiment.variants
     arms = [CONSTANT, *table.arms]
     named = {name: model for name, model in models.items() if name[0] in arms}
     if table.columns == "own":
-        lines = {name: _own_and_others(of_kind) for name, of_kind in _kinds(named).items()}
+        lines = {
+            name: _own_and_others(of_kind, variants) for name, of_kind in _kinds(named).items()
+        }
         compared = {kind: line for (arm, kind), line in lines.items() if arm == table.against}
     else:
         groups = {group for model in named.values() for _, group in model}
         lines = {
-            name: _groups(_mean([*of_kind.values()]))
+            name: _groups(_mean([*of_kind.values()]), variants)
             for name, of_kind in _kinds(named, apart=groups).items()
         }
         against = {kind: model for (arm, kind), model in models.items() if arm == table.against}
         chosen = [against[GLOBAL]] if GLOBAL in against else [*against.values()]
-        compared = {GLOBAL: {ALL: _mean(chosen)}} if against else {}
+        compared = {GLOBAL: _wholes(_mean(chosen), variants)}
     highest = math.inf if table.measure in UNITS else 1.0
     rows = []
 
@@ -147,29 +159,52 @@ def _kinds(
     return kinds
 
 
-def _own_and_others(models: Mapping[str, _Values]) -> dict[str, _Values]:
+def _own_and_others(models: Mapping[str, _Values], variants: Collection[str]) -> dict[str, _Values]:
     """For each group, return the values of its client's model, and the other models' mean.
 
     A model that belongs to no client has the same values in both columns.
     """
     if not models.keys().isdisjoint({BASE, GLOBAL}):
-        (model,) = models.values()
-        return {OWN: model, OTHERS: model}
-    own = {key: models[key[1]][key] for model in models.values() for key in model}
-    others = {
-        key: _mean([m for name, m in models.items() if name != key[1] and key in m])[key]
-        for key in own
+        (own,) = models.values()
+        others = own
+    else:
+        own = {key: models[key[1]][key] for model in models.values() for key in model}
+        others = {
+            key: _mean([m for name, m in models.items() if name != key[1] and key in m])[key]
+            for key in own
+        }
+    return {
+        of_variant(variant, column): {key: values[key] for key in keys}
+        for variant, keys in _by_variant(own, variants).items()
+        for column, values in ((OWN, own), (OTHERS, others))
     }
-    return {OWN: own, OTHERS: others}
 
 
-def _groups(model: _Values) -> dict[str, _Values]:
-    """Return a model's values on each group, if there are several, and on all groups together."""
-    names = list(dict.fromkeys(group for _, group in model))
-    if len(names) == 1:
-        return {ALL: model}
-    columns = {name: {k: v for k, v in model.items() if k[1] == name} for name in names}
-    return columns | {ALL: model}
+def _groups(model: _Values, variants: Collection[str]) -> dict[str, _Values]:
+    """Return a model's values on each group, and on all groups of each variant together."""
+    columns = {}
+    for whole, values in _wholes(model, variants).items():
+        names = list(dict.fromkeys(group for _, group in values))
+        for name in names if len(names) > 1 else ():
+            columns[name] = {k: v for k, v in values.items() if k[1] == name}
+        columns[whole] = values
+    return columns
+
+
+def _wholes(model: _Values, variants: Collection[str]) -> dict[str, _Values]:
+    """Return a model's values on all groups of each variant, by column."""
+    return {
+        variant if {group for _, group in own} == {variant} else of_variant(variant, ALL): own
+        for variant, own in _by_variant(model, variants).items()
+    }
+
+
+def _by_variant(values: _Values, variants: Collection[str]) -> dict[str, _Values]:
+    parts: dict[str, _Values] = defaultdict(dict)
+    for (seed, group), value in values.items():
+        own = [name for name in variants if not name or f"{group} ".startswith(f"{name} ")]
+        parts[max(own, key=len, default="")][seed, group] = value
+    return parts
 
 
 def _mean(models: Sequence[_Values]) -> _Values:

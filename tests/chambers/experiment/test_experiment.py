@@ -61,7 +61,8 @@ measure = "membership"
 arms = ["private"]
 """
 WITHIN = "within ±0.05"
-OWN = 'equal = { all = 0.05 }\ncolumns = "groups"', 'equal = { own = 0.05 }\ncolumns = "own"'
+EQUAL = "equal = { all = 0.05 }\n"
+OWN = f'{EQUAL}columns = "groups"', 'equal = { own = 0.05 }\ncolumns = "own"'
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_seeds_share_the_questions_of_files(file, tmp_path):
         ("[arms.bare]", f"[sizes.small.settings]\n{path}[arms.bare]"),
         ("[arms.bare]", f"[variants.a]\n{path}[arms.bare]"),
     ):
-        file.write_text(EXPERIMENT.replace(before, after))
+        file.write_text(EXPERIMENT.replace(EQUAL, "").replace(before, after))
         assert read_experiment(file).shares_questions, after
 
 
@@ -209,7 +210,8 @@ def records(together):
 
 
 def test_each_variant_has_all_arms_with_its_settings(file):
-    text = EXPERIMENT.replace("[arms.bare]", "[variants.a]\nrounds = 5\n[variants.b]\n[arms.bare]")
+    text = EXPERIMENT.replace(EQUAL, "")
+    text = text.replace("[arms.bare]", "[variants.a]\nrounds = 5\n[variants.b]\n[arms.bare]")
     file.write_text(text.replace("personalised = true", "clients = 7"))
     experiment = read_experiment(file)
     runs = list(runs_of(experiment, experiment.sizes["small"], {"a": [], "b": ["x"]}))
@@ -279,7 +281,7 @@ def test_clients_that_share_their_questions_have_one_row(file, render):
 def test_clients_are_compared_within_their_variant(file, render):
     variants = "[variants.a]\n[variants.b]\n[arms.bare]"
     text = EXPERIMENT.replace(*OWN)
-    file.write_text(text.replace("[arms.bare]", variants))
+    file.write_text(text.replace("[arms.bare]", variants).replace("{ own", '{ "a own"'))
     both = [
         Record(r.arm, f"{v} {r.model}", r.seed, f"{v} {r.group}", "article", r.values)
         for r in records(together=())
@@ -287,12 +289,35 @@ def test_clients_are_compared_within_their_variant(file, render):
         if r.arm == "alone"
     ]
     file.write_text(file.read_text().replace('"bare", "alone", "together"', '"alone"'))
-    assert cells_of(render(both))["alone"][1:3] == ["100", "0"]
+    cells = cells_of(render(both))
+    assert cells[""][1:5] == ["a own", "a others'", "b own", "b others'"]
+    assert cells["alone"][1:5] == ["100", "0", "100", "0"]
+
+
+@pytest.mark.parametrize(("groups", "alls"), [(GROUPS, ("a all", "b all")), ([""], ("a", "b"))])
+def test_no_column_mixes_the_variants_of_the_settings(file, render, groups, alls):
+    """Variants may have different tasks, or numbers of questions."""
+    text = EXPERIMENT.replace("[arms.bare]", "[variants.a]\n[variants.b]\n[arms.bare]")
+    file.write_text(text.replace("{ all = 0.05 }", f'{{ "{alls[0]}" = 0.05 }}'))
+    page = render(
+        Record(arm, "global", seed, f"{variant} {group}".strip(), "article", [right] * count)
+        for arm, of_a, of_b in (("alone", 1.0, 0.0), ("together", 1.0, 1.0))
+        for variant, right, count in (("a", of_a, 2), ("b", of_b, 8))
+        for group in groups
+        for seed in (3, 4)
+    )
+    cells = cells_of(page)
+    assert not {"all", "all − alone"} & {*cells[""]}
+    shown = dict(zip(cells[""], cells["alone"], strict=True))
+    assert [shown[name] for name in alls] == ["100", "0"]
+    shown = dict(zip(cells[""], cells["together"], strict=True))
+    assert [shown[f"{name} − alone"] for name in alls] == ["0", "100"]
+    assert f"{alls[0]} {WITHIN}" in shown
 
 
 def test_models_no_better_than_a_constant_are_left_out(file, render):
     same = [r for r in records(together=()) if r.arm != "alone"]
-    text = EXPERIMENT.replace('against = "alone"\nequal = { all = 0.05 }\n', "")
+    text = EXPERIMENT.replace('against = "alone"\n', "").replace(EQUAL, "")
     file.write_text(text.replace('"alone", ', ""))
     page = render(same)
     groups = ", ".join((*GROUPS, "all"))
@@ -308,7 +333,7 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     text = EXPERIMENT.replace("seeds = [3, 4]", "seeds = [3]")
     text = text.replace('"tiny"', f'"{checkpoint}"')
     alone = '[arms.alone]\nlabel = "alone"\neach-client = true\n'
-    for words in (alone, 'against = "alone"\n', "equal = { all = 0.05 }\n"):
+    for words in (alone, 'against = "alone"\n', EQUAL):
         assert words in text
         text = text.replace(words, "")
     file.write_text(text.replace('"alone", ', "") + PRIVATE)
