@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import product
+from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,7 +93,7 @@ class Experimenting:
     def _measure(self, experiment: Experiment, size: Size, folder: Path) -> None:
         from chambers.experiment.measuring import measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
-        from chambers.experiment.results import GLOBAL, write_records
+        from chambers.experiment.results import RESERVED, write_records
         from chambers.experiment.running import check_settings, digest_of_data
 
         common = experiment.settings | size.settings
@@ -107,8 +107,8 @@ class Experimenting:
         for names, arm in product(clients.values(), alone):
             if not names:
                 raise CommandError(f"{self.file}: {arm} needs a folder for each client")
-        if any(GLOBAL in names for names in clients.values()):
-            raise CommandError(f"{self.file}: a client's folder can't be called {GLOBAL}")
+        for name in RESERVED.intersection(chain(*clients.values())):
+            raise CommandError(f"{self.file}: a client's folder can't be called {name}")
         runs = {
             run: self._check_settings(run.settings, f"arms.{run.arm}", run.clients)
             for run in runs_of(experiment, size, clients)

@@ -1,6 +1,7 @@
 """The file of an experiment: its runs, and the tables and plots of their models."""
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -131,6 +132,17 @@ class Experiment(Section):
                     raise ValueError(
                         f"{plot.name} names the table {name}; the tables are {', '.join(names)}"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_repeated(self) -> "Experiment":
+        for what, names in (
+            ("tables", [table.name for table in self.tables]),
+            ("plots", [plot.name for plot in self.plots]),
+            ("arms' labels", [arm.label for arm in self.arms.values()]),  # rows of plots
+        ):
+            if repeated := [name for name, count in Counter(names).items() if count > 1]:
+                raise ValueError(f"several {what} are {repeated[0]}")
         return self
 
     @model_validator(mode="after")

@@ -26,6 +26,7 @@ from finetuning.files import write_file
 
 GLOBAL, BASE = "global", "base"
 _CLIENTS = "clients"
+RESERVED = {GLOBAL, BASE, _CLIENTS, ALL}  # no client has one of these names
 # Measures that aren't shares, with their units.
 UNITS: Mapping[Measure, str] = {
     "loss": "nats per token",

@@ -13,6 +13,7 @@ from chambers.experiment.plan import read_experiment, runs_of
 from chambers.experiment.results import Record, write_records
 from chambers.experiment.running import check_settings
 from federation.run_config import parse_run_config
+from tests.conftest import write_rows
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = """
@@ -60,6 +61,7 @@ title = "Membership"
 measure = "membership"
 arms = ["private"]
 """
+TABLE = EXPERIMENT[EXPERIMENT.index("[[tables]]") : EXPERIMENT.index("[[plots]]")]
 WITHIN = "within ±0.05"
 EQUAL = "equal = { all = 0.05 }\n"
 OWN = f'{EQUAL}columns = "groups"', 'equal = { own = 0.05 }\ncolumns = "own"'
@@ -107,6 +109,8 @@ def cells_of(page):
         ("trained = false", "privacy = { delta = 1e-6 }", "needs epsilon"),
         ("trained = false", "trained = false\nsettings = { rounds = 2 }", "there is only a label"),
         ("[arms.bare]", "[arms.constant]", "an arm can't be called constant"),
+        ('label = "alone"', 'label = "together"', "several arms' labels are together"),
+        ("[[plots]]", f"{TABLE}[[plots]]", "several tables are articles"),
         (
             '"data.generated" = "matters"',
             '"data.path" = "."\n"data.task" = "cb"',
@@ -123,6 +127,17 @@ def test_a_wrong_file_is_refused_before_any_run(file, tmp_path, capsys, before, 
     assert main(["experiment", str(file), "--output", str(tmp_path / "out")]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_client_has_not_the_name_of_a_column_or_another_model(file, tmp_path, capsys):
+    for name in ("base", "court"):
+        for part in ("train", "test"):
+            write_rows(tmp_path / "data" / name / f"{part}.jsonl", 2, seed=0)
+    data = f'"data.path" = "{tmp_path}/data"'
+    text = EXPERIMENT.replace('"data.generated" = "matters"', data)
+    file.write_text(text.replace('"article"', '"loss"'))
+    assert main(["experiment", str(file), "--output", str(tmp_path / "out")]) == 2
+    assert "a client's folder can't be called base" in capsys.readouterr().err
 
 
 def test_a_size_and_a_folder_must_be_right(file, tmp_path, capsys):
