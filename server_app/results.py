@@ -1,5 +1,6 @@
 """The results folder of a run: adapters, metrics, checkpoints and report."""
 
+import json
 import os
 import platform
 import shutil
@@ -60,7 +61,8 @@ class Results:
     def describe(self, fingerprint: Mapping[str, str], lineage: str = "") -> None:
         """Write the resolved config, the package versions and the base model's fingerprint.
 
-        Cards of adapters name the ``lineage``.
+        After a resumption with other packages, all versions are listed. Cards of adapters name the
+        ``lineage``.
         """
         self._lineage = lineage
         origin = origin_of(self._base)
@@ -68,7 +70,11 @@ class Results:
         base = {"loaded from": name} | ({"gguf": origin} if origin else {})
         versions = {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES}
         write_json(self.directory / "config.json", self._config.flat())
-        write_json(self.directory / "versions.json", versions)
+        if (file := self.directory / "versions.json").is_file():
+            for name, before in json.loads(file.read_bytes()).items():
+                known = [*before.split(", "), versions.get(name)]
+                versions[name] = ", ".join(dict.fromkeys(filter(None, known)))
+        write_json(file, versions)
         write_json(self.directory / "base-model.json", {**base, "digests": dict(fingerprint)})
 
     @property

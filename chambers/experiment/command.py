@@ -66,6 +66,10 @@ class Experimenting:
         about, records = read_records(results)
         if self.render:
             self._check_recorded(experiment, size, about, results)
+        known = [run["versions"].items() for run in about["runs"].values() if "versions" in run]
+        names = [name for name, _ in set(chain(*known))]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            print(f"runs had different versions of {name}: see {results}", file=sys.stderr)
         print(write_pages(experiment, records, folder))
         return 0
 
@@ -94,7 +98,7 @@ class Experimenting:
         from chambers.experiment.measuring import measure_run, measure_untrained
         from chambers.experiment.questions import client_names, groups_of
         from chambers.experiment.results import RESERVED, write_records
-        from chambers.experiment.running import check_settings, digest_of_data
+        from chambers.experiment.running import check_settings, digest_of_data, versions_of
 
         common = experiment.settings | size.settings
         configs = {
@@ -157,7 +161,9 @@ class Experimenting:
             "size": self.size,
             "commit": ", ".join(dict.fromkeys(commits)),
             "versions": {name: version(name) for name in _LIBRARIES},
-            "runs": {run.name: run.recorded for run in runs},
+            "runs": {
+                run.name: run.recorded | {"versions": versions_of(run, folder)} for run in runs
+            },
         }
         write_records(folder / RESULTS, about, records)
 

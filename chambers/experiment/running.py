@@ -46,6 +46,13 @@ def carry_out(run: PlannedRun, config: RunConfig, folder: Path) -> Path:
     return _folders(directory)[0]
 
 
+def versions_of(run: PlannedRun, folder: Path) -> dict[str, str]:
+    """Return the versions of the packages with which a completed run was carried out."""
+    file = _folders(folder / "runs" / run.name)[0] / "versions.json"
+    versions: dict[str, str] = json.loads(file.read_bytes())
+    return versions
+
+
 def _write_policies(run: PlannedRun, config: RunConfig, state: Path, clients: int) -> list[Path]:
     """Write each client a site policy with the run's privacy and files of its own; return them."""
     if run.privacy is None:

@@ -1,10 +1,13 @@
 """A client's texts can't end a run, forge a line of its records, or break its report."""
 
+import json
+
 import pytest
 
 from federation.messages import LARGEST_METRIC
 from federation.run_config import parse_run_config
 from federation.run_folder import read_events
+from finetuning.files import write_json
 from server_app.checkpoint import RunCheckpoint
 from server_app.report import write_report
 from server_app.results import Results
@@ -20,6 +23,16 @@ def results(tmp_path, values):
     made.describe({})
     yield made
     made.close()
+
+
+def test_all_versions_with_which_a_run_was_computed_are_listed(results):
+    file = results.directory / "versions.json"
+    versions = json.loads(file.read_text())
+    write_json(file, versions | {"torch": "2.12.0", "apex": "0.1"})
+    for _ in range(2):
+        results.describe({})
+    expected = {"torch": f"2.12.0, {versions['torch']}", "apex": "0.1"}
+    assert json.loads(file.read_text()) == versions | expected
 
 
 def test_texts_are_escaped_and_cut(results):

@@ -63,6 +63,7 @@ arms = ["private"]
 """
 TABLE = EXPERIMENT[EXPERIMENT.index("[[tables]]") : EXPERIMENT.index("[[plots]]")]
 WITHIN = "within ±0.05"
+AGAINST = 'against = "alone"\n'
 EQUAL = "equal = { all = 0.05 }\n"
 OWN = f'{EQUAL}columns = "groups"', 'equal = { own = 0.05 }\ncolumns = "own"'
 
@@ -160,9 +161,14 @@ def test_results_of_other_experiments_settings_and_data_are_named(file, tmp_path
     expected = ["recorded with another rounds: together-seed-3", "not recorded: together-seed-4"]
     assert said.err.splitlines() == expected
     assert "intervals over 2 seeds and questions" in said.out
+    for run, version in zip(runs[:2], ("2.13.0", "2.14.0"), strict=True):
+        about["runs"][run.name] = run.recorded | {"versions": {"torch": version, "peft": "0.21.2"}}
     write_records(tmp_path / RESULTS, about, records(together=GROUPS)[:1])
     assert main(words) == 0
-    assert "No values were recorded of: " in capsys.readouterr().out
+    said = capsys.readouterr()
+    expected = f"runs had different versions of torch: see {tmp_path / RESULTS}"
+    assert said.err.splitlines() == [expected]
+    assert "No values were recorded of: " in said.out
     write_records(tmp_path / RESULTS, about | {"size": "full"}, [])
     assert main(words) == 2
     assert f"has the results of {file.name}, size full" in capsys.readouterr().err
@@ -332,7 +338,7 @@ def test_no_column_mixes_the_variants_of_the_settings(file, render, groups, alls
 
 def test_models_no_better_than_a_constant_are_left_out(file, render):
     same = [r for r in records(together=()) if r.arm != "alone"]
-    text = EXPERIMENT.replace('against = "alone"\n', "").replace(EQUAL, "")
+    text = EXPERIMENT.replace(AGAINST, "").replace(EQUAL, "")
     file.write_text(text.replace('"alone", ', ""))
     page = render(same)
     groups = ", ".join((*GROUPS, "all"))
@@ -347,8 +353,7 @@ def test_models_no_better_than_a_constant_are_left_out(file, render):
 def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_path, capfd):
     text = EXPERIMENT.replace("seeds = [3, 4]", "seeds = [3]")
     text = text.replace('"tiny"', f'"{checkpoint}"')
-    alone = '[arms.alone]\nlabel = "alone"\neach-client = true\n'
-    for words in (alone, 'against = "alone"\n', EQUAL):
+    for words in ('[arms.alone]\nlabel = "alone"\neach-client = true\n', AGAINST, EQUAL):
         assert words in text
         text = text.replace(words, "")
     file.write_text(text.replace('"alone", ', "") + PRIVATE)
@@ -373,7 +378,8 @@ def test_an_experiment_is_carried_out_once_and_continued(checkpoint, file, tmp_p
     shown = capfd.readouterr()
     assert "finished: broken" not in shown.err
     about, *lines = map(json.loads, (folder / RESULTS).read_text().splitlines())
-    assert about["versions"]["torch"] and about["runs"]["together-seed-3"]["seed"] == 3
+    run = about["runs"]["together-seed-3"]
+    assert run["seed"] == 3 and run["versions"]["torch"] == about["versions"]["torch"]
     assert about["runs"]["private-seed-3"]["privacy"]["epsilon"] == 20.0
     accounts = [each.read_text().splitlines() for each in folder.rglob("privacy.jsonl")]
     assert [[json.loads(line)["noise-multiplier"] for line in own] for own in accounts] == [[1]] * 3
