@@ -93,10 +93,13 @@ def memory_problem(error: RuntimeError, remedy: str) -> str:
 
 
 def is_broken() -> bool:
-    """Return whether a kernel has failed, after which this process can't use its accelerator."""
+    """Return whether a kernel has failed, after which this process can't use an accelerator."""
+    first = default_device()
     try:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        for number in range(count_accelerators()):
+            # Synchronising another one would initialise it, though this process may not use it.
+            if number == first.index or getattr(torch, first.type).memory_reserved(number):
+                torch.accelerator.synchronize(number)
     except torch.AcceleratorError:
         return True
     return False
