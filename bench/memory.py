@@ -59,15 +59,16 @@ class Memory:
     def __init__(self) -> None:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        self._baseline = _status("VmRSS")
+        self._baseline = status_bytes("VmRSS")
 
     def peak(self) -> int:
         """Return the largest growth so far, in bytes."""
-        return _status("VmHWM") - self._baseline
+        return status_bytes("VmHWM") - self._baseline
 
 
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def status_bytes(name: str, pid: int | str = "self") -> int:
+    """Return an amount of memory in the status of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 

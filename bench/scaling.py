@@ -20,7 +20,7 @@ import torch
 
 from bench.harness import WARM_UP, BoundProcess, command, make_table, show
 from bench.job import Shape, random_job
-from bench.memory import Memory
+from bench.memory import Memory, status_bytes
 from bench.parties import Processes, alternate
 from chambers.in_process import run_in_process
 from federation.run_config import Scalar
@@ -75,9 +75,8 @@ def measure_step(count: int) -> Value:
         job = stack.enter_context(random_job(_SHAPE, WARM_UP + _STEPS))
         side = Processes(stack, "", [job] * count, split, cores, together=True)
         alternate([side], job.steps)
-        lines = Path(f"/proc/{side.server_pid}/status").read_text().splitlines()
-    (peak,) = (line for line in lines if line.startswith("VmHWM:"))
-    return side.server_seconds(), int(peak.split()[1]) * 1024 / 1e6
+        peak = status_bytes("VmHWM", side.server_pid)
+    return side.server_seconds(), peak / 1e6
 
 
 def measure(method: Callable[[Coordinator, int], Value], count: int) -> Value:
