@@ -2,9 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from logging import INFO
+
+from flwr.common import log
 
 from federation.run_config import RunConfig
 from finetuning.adapters.adapter import State
+from finetuning.aggregation.factor_error import factor_error, pair_factors
 from finetuning.aggregation.mixed_ranks import average_ranks
 from finetuning.aggregation.robust_aggregation import (
     MAX_DISTANCE,
@@ -18,18 +22,22 @@ from finetuning.aggregation.robust_aggregation import (
 )
 from finetuning.aggregation.weighted_mean import WeightedMean
 from strategies.journal import Journal, record_scaled
-from strategies.participants import Participants
 from strategies.server_update import server_update
 
 StateOf = Callable[[str], State]  # returns a client's adapter, given its name
 
 
 class Averaging:
-    """Averages a round's adapters, within the caps of docs/security.md#caps-on-averages."""
+    """Averages a round's adapters, within the caps of docs/security.md#caps-on-averages.
 
-    def __init__(self, config: RunConfig, participants: Participants, journal: Journal) -> None:
+    ``agreed`` contains the agreed numbers of rows by name; None believes all data sizes.
+    """
+
+    def __init__(
+        self, config: RunConfig, agreed: Mapping[str, int] | None, journal: Journal
+    ) -> None:
         self._config = config
-        self._participants = participants
+        self._agreed = agreed
         self._journal = journal
         self._update = server_update(config.server)
 
@@ -62,7 +70,7 @@ class Averaging:
         """Return the data sizes to use as weights, limited by agreements and ``max-share``."""
         if self._config.sums.enabled:  # of groups, whose members have limited their shares
             return dict(sizes)
-        believed = believed_sizes(sizes, self._participants.agreed)
+        believed = believed_sizes(sizes, self._agreed)
         return counted_sizes(believed, self._config.max_share)
 
     def caps(self, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -71,7 +79,19 @@ class Averaging:
         most = self._config.max_distance or usual
         if self._config.sums.enabled:  # of groups, too few of which have no meaningful median
             return dict.fromkeys(sizes, most if len(sizes) > 2 else math.inf)
-        return update_caps(sizes, self._participants.agreed, most)
+        return update_caps(sizes, self._agreed, most)
+
+    def record_factor_error(
+        self, round_number: int, sizes: Mapping[str, int], tensors: Iterable[tuple[str, State]]
+    ) -> None:
+        """Record by how much the average of LoRA's factors differs from that of their products.
+
+        ``tensors`` are the clients' tensors by name and client.
+        """
+        error = factor_error(pair_factors(tensors), self.counted(sizes))
+        if error is not None:
+            log(INFO, "Averaging A and B apart has an error of %.1f %%", 100 * error)
+            self._journal.record({"event": "factors", "round": round_number, "error": error})
 
     def _factors(
         self, sizes: Mapping[str, int], state_of: StateOf, reference: State

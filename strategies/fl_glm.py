@@ -177,7 +177,7 @@ class FLGLM(Rounds):
         serial = training and self.config.takes_turns
         for group in ([message] for message in messages) if serial else [messages]:
             if serial:
-                self._status.extend(timeout)
+                self._phases.status.extend(timeout)
             for reply in super()._exchange(group, grid, timeout, training):
                 if sender := self._participants.sender_of(reply):
                     # Otherwise, schedules that start clients together would wait for this one.

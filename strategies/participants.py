@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import INFO, WARNING
 from random import Random
 
@@ -11,25 +11,13 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from federation.authentication import Signer
 from federation.flower_internals import InMemoryGrid, NodeInfo
-from federation.messages import (
-    CONFIG,
-    RANK,
-    SIZE,
-    TRAIN_EXAMPLES,
-    Instruction,
-    config_of,
-    metrics_of,
-    withheld_of,
-)
 from federation.run_config import RunConfig
-from federation.sums.announcement import Announcement, Group
-from finetuning.errors import printable
+from federation.sums.announcement import Group
 from finetuning.randomness import derive_seed
-from strategies.exchange import exchange, turns
-from strategies.groups import announcement_of, complete_groups, groups_of
-from strategies.refusals import agreed, reason_to_refuse_registration
+from strategies.exchange import turns
+from strategies.groups import complete_groups, groups_of
+from strategies.registration import Participant, Registration
 from strategies.silence import SilentClients
 
 _POLL_SECONDS = 1.0
@@ -43,22 +31,6 @@ class TooFewClientsError(RuntimeError):
 
 class RefusedError(RuntimeError):
     """The run can't start or continue; the message states the reasons and what to do."""
-
-
-@dataclass(frozen=True)
-class Participant:
-    """A registered client."""
-
-    node_id: int  # Flower's id of the client's SuperNode; it changes between simulated runs
-    name: str  # chosen by the institution; unique in a run
-    # Number of training rows, |Dᵢ| in FedJudge Eq. 2; 0 if only the name is known so far.
-    examples: int
-    # Number of training examples, which limits the number of steps; exceeds ``examples`` if a chat
-    # template splits conversations.
-    train_examples: int
-    withholds: bool  # whether the client's policy withholds metrics and importance
-    announcement: Announcement | None = None  # for masked sums
-    rank: int = 0  # of its adapter, if ``adapter.ranks`` is set
 
 
 def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
@@ -83,30 +55,12 @@ def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeI
 
 
 class Participants:
-    """The registered clients of a run, and the recipients of the last messages.
+    """The registered clients of a run, and the recipients of the last messages."""
 
-    ``fingerprint`` contains the digests of the tensors that clients must have, as computed by the
-    server. An unknown digest is empty, and is set to the digest that most clients report.
-    ``agreed`` contains the agreed numbers of rows by name; None believes all data sizes.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        instruction: Instruction,
-        fingerprint: dict[str, str],
-        signer: Signer | None = None,
-        agreed: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, registration: Registration) -> None:
         self._config = config
-        self._signer = signer
-        self._instruction = instruction
-        self.fingerprint = dict(fingerprint)
+        self._registration = registration
         self._registered: dict[int, Participant] = {}
-        # Agreed numbers of rows of the clients whose keys were admitted under the names.
-        self.agreed: dict[str, int] | None = None if agreed is None else {}
-        self._agreements = agreed or {}
-        self._max_rank = config.adapter.rank if config.adapter.ranks else 0
         # Data sizes of the recipients of the last messages, keyed and sorted by name.
         self.asked: dict[str, int] = {}
         # With masked sums, the groups of the recipients of the last messages, keyed by member.
@@ -117,8 +71,6 @@ class Participants:
         self._queried: dict[int, str | None] = {}
         # Number of unanswered queries of each SuperNode.
         self._unanswered: Counter[int] = Counter()
-        # Names that the coordinator registered for the keys of the SuperNodes seen so far.
-        self._assigned: dict[int, str] = {}
 
     def register_all(self, grid: Grid) -> None:
         """Register every SuperNode before training starts.
@@ -130,7 +82,8 @@ class Participants:
         if at least one client can't take part.
         """
         nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
-        self._registered, problems, _ = self._query(grid, nodes, self._config.reply_timeout)
+        wait = self._config.reply_timeout
+        self._registered, problems, _ = self._registration.query(grid, nodes, wait, {})
         self._queried = _connected_since(nodes)
         problems |= self._prepare(grid, self._drawn(self._registered.values(), 0))
         if problems:
@@ -170,8 +123,12 @@ class Participants:
         self._queried = since
         if not newcomers:
             return {}
-        self._instruction = replace(self._instruction, round=finished_rounds)
-        joined, problems, silent = self._query(grid, newcomers, self._config.node_timeout)
+        self._registration.instruction = replace(
+            self._registration.instruction, round=finished_rounds
+        )
+        joined, problems, silent = self._registration.query(
+            grid, newcomers, self._config.node_timeout, self._registered
+        )
         self._unanswered.update(silent)
         for node in silent:
             if self._unanswered[node] < _MAX_QUERIES:
@@ -197,8 +154,7 @@ class Participants:
 
     def silent(self, grid: Grid) -> SilentClients:
         """Watch for clients that don't reply to the messages that are sent now."""
-        registered = {node: p.name for node, p in self._registered.items()}
-        return SilentClients(grid, self._config.node_timeout, registered | self._assigned)
+        return self._registration.silent(grid, self._registered)
 
     def sender_of(self, reply: Message) -> Participant | None:
         """Return the sender of a reply, or None if it isn't registered."""
@@ -228,7 +184,9 @@ class Participants:
         if self._config.sums.enabled:
             announced = {p.name: p.announcement for p in prepared if p.announcement}
             names = {p.name for p in connected}
-            found = complete_groups(self._groups(), names, announced, self.agreed or {})
+            found = complete_groups(
+                self._groups(), names, announced, self._registration.agreed or {}
+            )
             self.groups, absent_groups = found
             self._absent |= absent_groups
             prepared = [p for p in prepared if p.name in self.groups]
@@ -279,87 +237,12 @@ class Participants:
             return {}
         nodes = {node.node_id: node for node in grid.get_nodes() if node.node_id in names}
         wait = self._config.reply_timeout
-        prepared, problems, silent = self._query(grid, nodes, wait, with_sizes=True)
+        prepared, problems, silent = self._registration.query(
+            grid, nodes, wait, self._registered, with_sizes=True
+        )
         self._registered |= prepared
         return problems | {names[node]: f"no answer within {wait:g} s" for node in silent}
-
-    def _query(
-        self, grid: Grid, nodes: Mapping[int, NodeInfo], wait: float, with_sizes: bool = False
-    ) -> tuple[dict[int, Participant], dict[str, str], set[int]]:
-        """Query SuperNodes for their names, data sizes and base models.
-
-        With ``sample`` < 1, simulated clients report their data sizes only if ``with_sizes``.
-        Return the participants by node, the problems by name, and the nodes that did not answer.
-        """
-        name_only = self._config.sample < 1 and not with_sizes
-        instruction = replace(self._instruction, name_only=name_only).to_record()
-        self._assigned |= {number: node.name for number, node in nodes.items() if node.name}
-        nodes = {n: node for n, node in nodes.items() if node.name not in self._config.excluded}
-        silent = set(nodes)
-        ttl = wait * turns(grid, len(silent))
-        queries = [
-            Message(RecordDict({CONFIG: instruction}), node, MessageType.QUERY, ttl=ttl)
-            for node in sorted(silent)
-        ]
-        replies = []
-        for reply in exchange(grid, queries, wait, self._signer, silent=self.silent(grid)):
-            if not reply.has_error():
-                for key in list(reply.content.array_records):  # queries request no arrays
-                    del reply.content[key]
-            replies.append(reply)
-        # Without a node key, a restarted SuperNode has a new id but the same name.
-        connected = set(grid.get_node_ids())
-        names = {node: p.name for node, p in self._registered.items() if node in connected}
-        participants: dict[int, Participant] = {}
-        problems: dict[str, str] = {}
-        self.fingerprint |= agreed([config_of(reply) for reply in replies], self.fingerprint)
-        for reply in sorted(replies, key=_name):
-            node, name = reply.metadata.src_node_id, _name(reply)
-            silent.discard(node)
-            if name in self._config.excluded:  # a simulated client; others have assigned names
-                continue
-            assigned = nodes[node].name
-            reserved = {a for n, a in self._assigned.items() if n != node and a != assigned}
-            taken = {other for n, other in names.items() if n != node} | reserved
-            problem = reason_to_refuse_registration(
-                reply, name, name_only, taken, assigned, self.fingerprint, self._max_rank
-            )
-            if problem is None:
-                names[node] = name
-                metrics = metrics_of(reply)
-                examples = metrics.get(SIZE, 0)
-                participants[node] = Participant(
-                    node_id=node,
-                    name=name,
-                    examples=examples,
-                    train_examples=metrics.get(TRAIN_EXAMPLES, examples),
-                    withholds=withheld_of(reply) is not None,
-                    announcement=announcement_of(reply, name),
-                    rank=metrics.get(RANK, 0),
-                )
-                if self.agreed is not None and assigned in self._agreements:
-                    self.agreed[name] = self._agreements[assigned]
-                    log(INFO, "%d training rows are agreed on with %s", self.agreed[name], name)
-                if examples:
-                    log(INFO, "%s takes part with %d training rows", name, examples)
-            else:
-                known = name or assigned or names.get(node, "")
-                problems[_described(known, problems)] = printable(problem)
-        for node in sorted(silent - self._registered.keys()):
-            problems[_described(nodes[node].name, problems)] = f"no answer within {wait:g} s"
-        return participants, problems, silent
 
 
 def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str | None]:
     return {number: node.last_activated_at for number, node in nodes.items()}
-
-
-def _described(name: str, others: Collection[str]) -> str:
-    """Describe a refused SuperNode without its id."""
-    called = printable(name, 64) if name else "a SuperNode without a name"
-    same = sum(other == called or other.startswith(f"{called} (") for other in others)
-    return f"{called} ({same + 1})" if same else called
-
-
-def _name(reply: Message) -> str:
-    return str(config_of(reply).get("name", ""))

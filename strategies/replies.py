@@ -27,8 +27,9 @@ from finetuning.adapters.adapter import State
 from finetuning.errors import printable
 from finetuning.files import filling
 from strategies.journal import Journal, evaluation_events, underscored
-from strategies.participants import Participant, TooFewClientsError
+from strategies.participants import TooFewClientsError
 from strategies.refusals import reason_to_refuse, says_not_finite
+from strategies.registration import Participant
 
 
 class NotFiniteError(RuntimeError):

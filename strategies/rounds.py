@@ -1,37 +1,31 @@
 """The rounds of all strategies: register, train, average by data size, evaluate, checkpoint."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from logging import INFO, WARNING
+from logging import INFO
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from federation.authentication import Signer
-from federation.messages import ARRAYS, CONFIG, Instruction, from_arrays, to_arrays
+from federation.messages import Instruction, from_arrays, to_arrays
 from federation.run_config import RunConfig
-from federation.run_folder import LaneStatus, Phase, RunStatus
+from federation.run_folder import LaneStatus, RunStatus
 from finetuning.adapters.adapter import State
-from finetuning.aggregation.factor_error import factor_error, pair_factors
 from finetuning.aggregation.mixed_ranks import complete, pad
 from finetuning.model.fingerprint import combine_digests
 from finetuning.model.locating import locate
-from strategies.audited_replies import AuditedReplies
 from strategies.averaging import Averaging
-from strategies.client_arrays import ClientArrays
-from strategies.exchange import Unanswered, exchange, turns
-from strategies.journal import Journal, LiveStatus, Progress, reasons
+from strategies.journal import Journal, Progress, reasons
 from strategies.masked_sums import GroupMeans, record_group_metrics
 from strategies.participants import Participants
+from strategies.phases import Phases
+from strategies.registration import Registration
 from strategies.replies import Replies
-
-# Time to wait for the rest of a late reply that is being pulled.
-_LATE_SECONDS = 60.0
 
 
 class Rounds(Strategy):
@@ -68,7 +62,6 @@ class Rounds(Strategy):
         self.config = config
         self.progress = progress
         self._journal = journal
-        self._signer = signer
         self._instruction = Instruction(
             round=0,
             lineage=progress.lineage,
@@ -77,16 +70,13 @@ class Rounds(Strategy):
             targets=config.adapter.targets,
         )
         queried = replace(self._instruction, round=progress.finished_rounds)
-        self._participants = Participants(config, queried, fingerprint, signer, agreed)
-        self._arrays = ClientArrays(config, self._participants)
-        self._averaging = Averaging(config, self._participants, journal)
+        self._registration = Registration(config, queried, fingerprint, signer, agreed)
+        self._participants = Participants(config, self._registration)
+        self._phases = Phases(config, self._participants, journal, signer)
+        self._averaging = Averaging(config, self._registration.agreed, journal)
         self._update_state: State = {}  # from before the round, as the reference is
         self._reference = ArrayRecord()
-        # The averaged clients' data sizes and, with ``late-replies``, the messages to the others.
-        self._sizes: dict[str, int] = {}
-        self._unanswered: Unanswered | None = None
-        self._status = LiveStatus(journal, config.rounds)
-        self._audited = AuditedReplies(journal)
+        self._sizes: dict[str, int] = {}  # of the averaged clients
 
     def summary(self) -> None:
         """Do nothing, because the run's folder contains the configuration."""
@@ -117,10 +107,10 @@ class Rounds(Strategy):
         """
         with self._prepared(grid, initial_arrays) as prepared:
             arrays = self._reference = prepared
-            self._status.begin(RunStatus(round=self.progress.finished_rounds))
+            self._phases.status.begin(RunStatus(round=self.progress.finished_rounds))
             self._participants.register_all(grid)
             self._instruction = replace(
-                self._instruction, base=combine_digests(self._participants.fingerprint)
+                self._instruction, base=combine_digests(self._registration.fingerprint)
             )
             finished = self.progress.finished_rounds
             wants_importance = self._evaluation(finished).importance
@@ -155,10 +145,7 @@ class Rounds(Strategy):
             self._journal.record({**event, "left_out": reasons(refused)})
         limit = self.config.train_timeout
         instruction = replace(self._instruction, round=server_round, time_limit=limit)
-        content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        messages = self._participants.address(MessageType.TRAIN, content, grid, draw=server_round)
-        self._begin("training", server_round, grid)
-        return self._arrays.adapt(messages, arrays)
+        return self._phases.begin("training", instruction, arrays, grid, draw=server_round)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -170,14 +157,11 @@ class Rounds(Strategy):
         """
         with Replies(self._journal.scratch) as collected:
             trained = self._trained(server_round)
-            self._collect(collected, replies, trained)
-            means = self._open_sums(collected, from_arrays(trained))
-            for name, reason in self._unfinished(list(collected.metrics)).items():
-                collected.leave_out(name, reason)
-                self._status.add(name, reason)
-                log(WARNING, "%s is left out: %s", name, reason)
-            event = {"event": "round", "round": server_round, "seconds": self._status.seconds}
-            event |= {"participants": list(collected.metrics)}
+            self._phases.collect(collected, replies, self._instruction.base, trained)
+            means = self._phases.open_sums(collected, from_arrays(trained))
+            self._phases.leave_out(collected, self._unfinished(list(collected.metrics)))
+            event = {"event": "round", "round": server_round}
+            event |= {"seconds": self._phases.status.seconds, "participants": [*collected.metrics]}
             self._journal.record({**event, "left_out": reasons(collected.left_out)})
             if not self._evaluation(server_round - 1).losses:  # the evaluation checked this, if any
                 collected.require_finite(self._journal, server_round - 1, self._participants.asked)
@@ -213,7 +197,7 @@ class Rounds(Strategy):
             ranked=new.tensors() if ranked else None,
         )
         if means is None and not ranked and new.sizes == self._sizes:
-            self._record_factor_error(server_round, new)
+            self._averaging.record_factor_error(server_round, new.sizes, new.tensors())
         for name in new.metrics:  # from here on, replies' files may be moved
             personalised = None if means else self._personalised(name, new)
             self._journal.keep_personalised(name, personalised, server_round, self._sizes[name])
@@ -227,21 +211,11 @@ class Rounds(Strategy):
         names = self.config.adapter.trained_names(self._reference, server_round)
         return ArrayRecord({name: self._reference[name] for name in names})
 
-    def _record_factor_error(self, server_round: int, new: Replies) -> None:
-        """Record by how much the average of LoRA's factors differs from that of their products."""
-        weights = self._averaging.counted(new.sizes)
-        error = factor_error(pair_factors(new.tensors()), weights)
-        if error is not None:
-            log(INFO, "Averaging A and B apart has an error of %.1f %%", 100 * error)
-            self._journal.record({"event": "factors", "round": server_round, "error": error})
-
     def _average_again(self, server_round: int) -> ArrayRecord | None:
         """Repeat the average with any late replies, as if they had been in time, or return None."""
-        if self._unanswered is None:
-            return None
         with Replies(self._journal.scratch) as late:
-            replies = self._unanswered.poll(_LATE_SECONDS)
-            self._collect(late, replies, self._trained(server_round), are_late=True)
+            replies, base = self._phases.late_replies(), self._instruction.base
+            self._phases.collect(late, replies, base, self._trained(server_round), are_late=True)
             if not late.metrics:
                 return None
             log(INFO, "Late replies are averaged: %s", ", ".join(late.metrics))
@@ -250,45 +224,6 @@ class Rounds(Strategy):
             late.record_training(self._journal, server_round)
             return self._average(server_round, late)
 
-    def _open_sums(self, replies: Replies, reference: State | None) -> GroupMeans | None:
-        """With masked sums, return the means of groups; leave out the others' members."""
-        means = self._arrays.open_sums(replies, reference)
-        for name, reason in replies.left_out.items() if means else ():
-            self._status.add(name, reason)
-        return means
-
-    def _collect(
-        self,
-        collected: Replies,
-        replies: Iterable[Message],
-        reference: ArrayRecord | None,
-        minimum: float = -math.inf,
-        are_late: bool = False,
-        evaluation: Instruction | None = None,
-    ) -> None:
-        """Check replies as they arrive; release each reply's memory before the next one is pulled.
-
-        ``collected`` receives the valid replies, and the reasons for leaving out other clients.
-        ``reference`` contains the required names and shapes of arrays; None for replies without
-        arrays. ``minimum`` is the smallest allowed value in the arrays. ``evaluation`` is the
-        instruction of an evaluation.
-        """
-        for reply in replies:
-            if sender := self._participants.sender_of(reply):
-                base, answers = self._instruction.base, self.config.evaluate.shown
-                expected = self._arrays.expected(sender, reference, evaluation)
-                self._audited.record(reply, sender.name, are_late)
-                reason = collected.add(reply, sender, base, expected, minimum, answers)
-                if not are_late:
-                    self._status.add(sender.name, reason)
-            del reply  # release its memory before the next reply is pulled
-        if not are_late:
-            answered = {*collected.metrics, *collected.left_out}
-            collected.left_out |= self._participants.missing(answered)
-        collected.sort()
-        for name, reason in collected.left_out.items():
-            log(WARNING, "%s is left out: %s", name, reason)
-
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -296,10 +231,7 @@ class Rounds(Strategy):
         instruction = self._evaluation(server_round)
         if not instruction.evaluates:
             return []
-        content = RecordDict({ARRAYS: arrays, CONFIG: instruction.to_record()})
-        messages = self._participants.address(MessageType.EVALUATE, content, grid, draw=0)
-        self._begin("evaluation", server_round, grid)
-        return self._arrays.adapt(messages, arrays)
+        return self._phases.begin("evaluation", instruction, arrays, grid, draw=0)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> None:
         """Record each client's metrics, and process the importance J if it was requested.
@@ -311,9 +243,10 @@ class Rounds(Strategy):
         # J protects what the next round trains.
         expected = self._trained(server_round + 1) if evaluation.importance else None
         with Replies(self._journal.scratch) as collected:
-            # A negative J would push weights away from the global weights.
-            self._collect(collected, replies, expected, minimum=0.0, evaluation=evaluation)
-            means = self._open_sums(collected, None)
+            self._phases.collect(
+                collected, replies, evaluation.base, expected, evaluation=evaluation
+            )
+            means = self._phases.open_sums(collected, None)
             if left_out := dict(sorted((collected.left_out | collected.withheld).items())):
                 missing = {"event": "evaluation-missing", "round": server_round}
                 self._journal.record({**missing, "left_out": reasons(left_out)})
@@ -326,13 +259,6 @@ class Rounds(Strategy):
                 phase = f"evaluation after round {server_round}"
                 collected.require_enough(phase, self.config.min_nodes)
             self._use_importance(means or collected)
-
-    def _begin(self, phase: Phase, server_round: int, grid: Grid) -> None:
-        """Start a phase in which the recipients of the last messages work."""
-        asked = self._participants.asked
-        absent = self._participants.missing(asked)
-        status = RunStatus(phase=phase, round=server_round, asked=list(asked), left_out=absent)
-        self._status.begin(status, self.config.reply_timeout * turns(grid, len(asked)))
 
     def _evaluation(self, server_round: int) -> Instruction:
         """Return the instruction for the evaluation after a round."""
@@ -349,19 +275,8 @@ class Rounds(Strategy):
         self, messages: Iterable[Message], grid: Grid, timeout: float, training: bool
     ) -> Iterator[Message]:
         """Send train or evaluate messages to all clients at once, and yield replies."""
-        unanswered = Unanswered(grid)
-        if training and self.config.late_replies:
-            self._unanswered = unanswered
-        return exchange(
-            grid=grid,
-            messages=messages,
-            timeout=timeout,
-            signer=self._signer,
-            array_bytes=sum(len(array.data) for array in self._reference.values()),
-            on_poll=lambda: self._status.refresh(self._lanes),
-            unanswered=unanswered,
-            silent=self._participants.silent(grid),
-        )
+        size = sum(len(array.data) for array in self._reference.values())
+        return self._phases.exchange(messages, grid, timeout, training, size, self._lanes)
 
     def _lanes(self) -> list[LaneStatus]:
         """Return the progress of clients within a round; empty if the progress is unknown."""
@@ -396,7 +311,7 @@ class Rounds(Strategy):
         if self._evaluation(round_number).evaluates:  # even if no client can be reached
             replies = self._exchange(messages, grid, timeout, training=False)
             self.aggregate_evaluate(round_number, replies)
-            seconds = self._status.seconds
+            seconds = self._phases.status.seconds
             self._journal.record({"event": "evaluation", "round": round_number, "seconds": seconds})
         again = self._average_again(round_number)
         if again is not None:
