@@ -12,6 +12,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from federation.flower_internals import InMemoryGrid, NodeInfo
+from federation.names import folded
 from federation.run_config import RunConfig
 from federation.sums.announcement import Group
 from finetuning.randomness import derive_seed
@@ -33,14 +34,19 @@ class RefusedError(RuntimeError):
     """The run can't start or continue; the message states the reasons and what to do."""
 
 
-def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeInfo]:
-    """Wait until ``minimum`` SuperNodes are connected; return all connected SuperNodes by id.
+def _wait_for_nodes(grid: Grid, config: RunConfig) -> dict[int, NodeInfo]:
+    """Wait until ``min-nodes`` SuperNodes are connected; return all that are connected, by id.
 
-    Raise ``TooFewClientsError`` if fewer are connected after ``timeout`` seconds.
+    SuperNodes whose registered name is excluded don't count. Raise ``TooFewClientsError`` if fewer
+    are connected after ``node-timeout`` seconds.
     """
+    minimum, timeout = config.min_nodes, config.node_timeout
     end = time.monotonic() + timeout
     announced = -1
-    while len(nodes := {node.node_id: node for node in grid.get_nodes()}) < minimum:
+    while True:
+        nodes = {n.node_id: n for n in grid.get_nodes() if n.name not in config.excluded}
+        if len(nodes) >= minimum:
+            return nodes
         if time.monotonic() >= end:
             raise TooFewClientsError(
                 f"{len(nodes)} SuperNodes were connected after {timeout:g} s (node-timeout), but "
@@ -51,7 +57,6 @@ def _wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> dict[int, NodeI
             log(INFO, "Waiting for SuperNodes: %d of %d are connected", len(nodes), minimum)
             announced = len(nodes)
         time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
-    return nodes
 
 
 class Participants:
@@ -81,7 +86,7 @@ class Participants:
         Raise ``TooFewClientsError`` if not enough SuperNodes connect in time, or ``RefusedError``
         if at least one client can't take part.
         """
-        nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
+        nodes = _wait_for_nodes(grid, self._config)
         wait = self._config.reply_timeout
         self._registered, problems, _ = self._registration.query(grid, nodes, wait, {})
         self._queried = _connected_since(nodes)
@@ -112,7 +117,7 @@ class Participants:
         Return the reasons for refusing clients, keyed by name. Raise ``TooFewClientsError`` if not
         enough SuperNodes are connected in time.
         """
-        nodes = _wait_for_nodes(grid, self._config.min_nodes, self._config.node_timeout)
+        nodes = _wait_for_nodes(grid, self._config)
         since = _connected_since(nodes)
         gone = self._registered.keys() & self._queried.keys() - nodes.keys()
         newcomers = {
@@ -134,9 +139,9 @@ class Participants:
             if self._unanswered[node] < _MAX_QUERIES:
                 self._queried[node] = None
         # If a client has a new SuperNode id, drop the old id, so that the client isn't asked twice.
-        names = {p.name.casefold() for p in joined.values()}
+        names = {folded(p.name) for p in joined.values()}
         self._registered = {
-            node: p for node, p in self._registered.items() if p.name.casefold() not in names
+            node: p for node, p in self._registered.items() if folded(p.name) not in names
         } | joined
         for name, problem in problems.items():
             log(WARNING, "%s can't join: %s", name, problem)

@@ -92,7 +92,6 @@ class Registration:
         """
         name_only = self._config.sample < 1 and not with_sizes
         self._assigned |= {number: node.name for number, node in nodes.items() if node.name}
-        nodes = {n: node for n, node in nodes.items() if node.name not in self._config.excluded}
         instruction = replace(self.instruction, name_only=name_only).to_record()
         ttl = wait * turns(grid, len(nodes))
         queries = [

@@ -91,6 +91,15 @@ def test_one_with_a_new_id_takes_the_place_of_the_old_one(own, nodes):
     assert [m.metadata.dst_node_id for m in trained][2:] == [1, 4, 1, 4, 1, 2]
 
 
+def test_an_excluded_client_is_none_of_the_clients_that_a_run_needs(own, nodes):
+    own |= {"exclude": "beta", "min-nodes": 2}
+    grid = Restarting(own, nodes, lambda *_: None)
+    grid.names = {1: "alpha", 2: "beta"}
+    with pytest.raises(TooFewClientsError, match="1 SuperNodes were connected"):
+        start(own, grid, MemoryJournal())
+    assert not grid.sent
+
+
 def test_a_final_evaluation_that_reaches_nobody_fails_the_run(own, nodes):
     """Resuming the run repeats it."""
 
