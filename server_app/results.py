@@ -53,7 +53,7 @@ class Results:
         self._sizes: dict[str, int] = {}
         self._rounds: dict[str, int] = {}
         self._lineage = ""
-        self._global_round = 0  # round of the saved global adapter
+        self._published = 0  # round of the adapters in ``adapters``
         self._releases: dict[str, Mapping[str, str]] = {}  # verdicts of leak tests, by client
         self._metrics = directory / METRICS_FILE
         self._tracking = Tracking(config, directory)
@@ -129,6 +129,8 @@ class Results:
         folder = self._trained(self._rounds[client]) / client
         if not folder.is_dir():
             folder = self.directory / "adapters" / "clients" / client
+        if not folder.is_dir():
+            return None  # it was deleted with a later round's unusable adapter
         return self._rounds[client], dict(load_file(folder / "adapter_model.safetensors"))
 
     def checkpoint(self, progress: Progress, state: State) -> None:
@@ -137,7 +139,7 @@ class Results:
         If the disk is full, raise ``DiskFullError``; the previous checkpoint remains.
         """
         rounds = progress.finished_rounds
-        if progress.evaluated and rounds > self._global_round:
+        if progress.evaluated and rounds > 0:
             self._save_adapter(
                 folder=self.directory / "adapters" / "global",
                 state=state,
@@ -146,7 +148,7 @@ class Results:
                 rounds=rounds,
                 tokenizer=self._base,
             )
-            self._global_round = rounds
+            self._published = rounds
         with filling(self.directory), self._metrics.open("ab") as metrics:
             # Events that the checkpoint refers to must survive a power failure.
             os.fsync(metrics.fileno())
@@ -161,7 +163,7 @@ class Results:
         """Delete a round's unusable adapters, and its checkpoint if there is an earlier one."""
         discard_checkpoint(self.directory, round_number)
         remove_whole(self._trained(round_number))
-        if self._global_round == round_number:  # published, because the round had no evaluation
+        if self._published == round_number:  # because the round had no evaluation
             remove_whole(self.directory / "adapters" / "global")
             for client in (name for name, last in self._rounds.items() if last == round_number):
                 remove_whole(self.directory / "adapters" / "clients" / client)
@@ -210,7 +212,8 @@ class Results:
             if checkpoint.rounds.get(folder.name) != checkpoint.progress.finished_rounds:
                 remove_whole(folder)  # from a late reply that isn't in the checkpoint's average
         if checkpoint.progress.evaluated:
-            self._publish(checkpoint.progress.finished_rounds)
+            self._published = checkpoint.progress.finished_rounds
+            self._publish(self._published)
         self._sizes, self._rounds = dict(checkpoint.sizes), dict(checkpoint.rounds)
         with self._metrics.open("a+b") as metrics:
             metrics.seek(0)

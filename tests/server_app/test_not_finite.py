@@ -1,11 +1,15 @@
 """A global adapter that most clients find unusable is discarded, and the previous one stored."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from federation.messages import METRICS, config_of
+from federation.run_config import parse_run_config
 from federation.run_folder import checkpoint_files
+from server_app.checkpoint import load_run_checkpoint
+from server_app.results import Results
 from strategies.participants import TooFewClientsError
 from strategies.replies import NotFiniteError
 from tests.marks import nightly
@@ -13,8 +17,8 @@ from tests.server_app.runs import Altered, events, final, folders, newest, run
 from tests.strategies.grids import same
 
 
-def failing(kind: str, names: tuple[str, ...]):
-    """Return a grid that makes some clients' numbers non-finite in the second round."""
+def failing(kind: str, names: tuple[str, ...], number: int = 2):
+    """Return a grid that makes some clients' numbers non-finite in a round."""
 
     def change(replies):
         for reply in replies:
@@ -25,7 +29,7 @@ def failing(kind: str, names: tuple[str, ...]):
                     reply.content["config"]["problem"] = "the loss of step 1 is nan"
         return replies
 
-    return partial(Altered, about=(kind, 2), change=change)
+    return partial(Altered, about=(kind, number), change=change)
 
 
 @pytest.mark.slow
@@ -81,3 +85,18 @@ def test_the_next_training_decides_where_nothing_was_evaluated(
     assert checkpoint_files(broken)[-1].stem == kept
     (last,) = (e for e in events(broken) if e["event"] == "round" and e["round"] == 2)
     assert [left["client"] for left in last["left_out"]] == ["alpha", "beta"]
+
+
+def test_a_resumed_run_also_deletes_an_unusable_adapter_that_was_published(values, tmp_path):
+    values |= {"strategy": "fedjudge-base", "train.local-steps": 1, "evaluate.every": 3}
+    values |= folders(tmp_path / "here")
+    broken = run(values, stop_after=(2, True))
+    assert (broken / "adapters" / "global").is_dir()
+    with pytest.raises(NotFiniteError, match="after round 2 is unusable"):
+        run(values | {"resume": str(broken)}, kind=failing("train", ("alpha", "beta"), 3))
+    assert not any((broken / "adapters").rglob("*.safetensors"))
+    results = Results(broken, parse_run_config(values), Path(values["model.name"]), None)
+    results.rewind_to(load_run_checkpoint(broken))
+    results.close()
+    assert checkpoint_files(broken)[-1].stem == "round-0001"
+    assert results.personalised("alpha") is None  # the first round's adapter was replaced
