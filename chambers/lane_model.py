@@ -35,8 +35,8 @@ _Result = TypeVar("_Result")
 class LaneModel:
     """Generates text and scores candidate answers through a lane.
 
-    If the consumer of the texts is slow, the server may close the idle lane before the next batch.
-    The model then opens a new lane and repeats the batch.
+    Between batches, the server may close the idle lane, or the network cut it for too long. The
+    model then opens a new lane for the next batch.
 
     The client's parts have their adapters attached; ``source`` contains the adapters' weights.
 
@@ -97,16 +97,23 @@ class LaneModel:
         self._connection.close()
 
     def _attempt(self, compute: Callable[[], _Result]) -> _Result:
-        """Compute a batch; if the server has closed the lane, open a new lane and retry once."""
+        """Compute a batch, over a new lane if the last one has ended; retry once if it ends now."""
+        try:
+            self._model.lane.check()
+        except LaneError as error:
+            self._open_again(error)
         try:
             return compute()
-        except LaneClosedError as error:
-            print(f"{error}; opening a new lane", file=sys.stderr)
-        self._connection.close()
-        self._open()
+        except LaneClosedError as error:  # the server closed it before the batch arrived there
+            self._open_again(error)
         # Reset the generator to the seed of the batch, to draw the same random numbers again.
         torch.manual_seed(torch.initial_seed())
         return compute()
+
+    def _open_again(self, error: LaneError) -> None:
+        print(f"{error}; opening a new lane", file=sys.stderr)
+        self._connection.close()
+        self._open()
 
     def _open(self) -> None:
         connected = connect(

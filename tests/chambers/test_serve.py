@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from chambers import models
 from chambers.__main__ import parse
@@ -127,6 +128,21 @@ def test_a_slow_reader_gets_the_rest(run_folder, tmp_path, capsys):
         execute(capsys, *words, "--output", fifo, "--invitation", files["alpha"])
         reader.join(20)
     assert read == [(tmp_path / "whole").read_text()]
+
+
+def test_a_lane_that_ended_between_batches_is_replaced(run_folder, tmp_path):
+    prompts = torch.ones(1, 5).long(), torch.ones(1, 5).long(), 3
+    with serving_here(tmp_path, run_folder, resume_timeout=0.1) as (address, files):
+        proxy = Proxy(address)
+        alter(files["alpha"], address=proxy.address)
+        options = parse(list(map(str, generating(run_folder, files["alpha"]))))
+        with models.load_source(models.find_source(options, options.invitation)) as model:
+            expected = model.generate(*prompts, pad_token_id=0)
+            proxy.stop()
+            time.sleep(1.5)  # the server gives up the lane
+            Proxy(address, proxy.port)
+            assert model._model.lane.wait_ended(20)
+            assert torch.equal(model.generate(*prompts, pad_token_id=0), expected)
 
 
 @pytest.mark.nightly
