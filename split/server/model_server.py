@@ -18,6 +18,8 @@ from split.server.interfaces import Body
 from split.settings import SplitSettings
 
 _log = logging.getLogger(__name__)
+# Columns of drafts that may follow a prompt in its frame; ``transformers`` drafts at most 20.
+_MAX_DRAFTED = 32
 
 
 class ModelServer(Endpoint):
@@ -48,7 +50,7 @@ class ModelServer(Endpoint):
             wire_dtype=split.wire_dtype,
             max_tokens=split.activation_budget,
             window=1,  # text generation has one frame in flight
-            max_columns=max_prompt_length,
+            max_columns=max_prompt_length + _MAX_DRAFTED,
         )
         super().__init__(body, adapter, split, limits, peers)
         self._lanes.start()

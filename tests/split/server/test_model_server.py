@@ -109,8 +109,12 @@ def test_what_a_served_model_does_not_allow_ends_one_lane(scene):
                 model.generate(torch.ones(3, 11).long(), torch.ones(3, 11).long(), 99)
         with client.lane(invitation) as model:
             scene.choose(model)
-            with pytest.raises(PeerError, match="rows of 21 tokens; at most 20 were agreed on"):
-                model.generate(torch.ones(1, 21).long(), torch.ones(1, 21).long(), 1)
+            longest = torch.full((1, 20), 5), torch.ones(1, 20).long(), 12
+            drafts = {"prompt_lookup_num_tokens": 8}  # in the frame of the prompt
+            text = model.generate(*longest, pad_token_id=0, **GREEDY, **drafts)
+            assert torch.equal(text, scene.whole().generate(*longest, pad_token_id=0, **GREEDY))
+            with pytest.raises(PeerError, match="rows of 53 tokens; at most 52 were agreed on"):
+                model.generate(torch.ones(1, 53).long(), torch.ones(1, 53).long(), 1)
         with client.lane(invitation) as model:
             scene.choose(model)
             with pytest.raises(PeerError, match="padded tokens; at most 0 were agreed on"):
