@@ -157,7 +157,6 @@ class SeparateTrainer:
         self._adapters = adapters
         self._plan = plan
         self._activations: dict[int, tuple[Activations, int]] = {}
-        self._held = 0  # padded tokens taken from the budget, including those of a failed job
 
     def accept_hidden(self, output: HeadOutput) -> None:
         """Run the blocks for a micro-batch as soon as the activation budget allows it."""
@@ -175,24 +174,20 @@ class SeparateTrainer:
         """Return False, because the session itself counts the queued jobs."""
         return False
 
-    def holds(self) -> bool:
-        """Return whether activations in memory wait for gradients from the client."""
-        return self._held > 0
-
     def leave(self) -> None:
         """Discard the activations and gradients of an unfinished step."""
         self._session.compute.withdraw(self._session)
         self._session.compute.call(self._clean)
 
     def _run_blocks(self, output: HeadOutput) -> None:
-        self._held += output.budget_tokens
+        self._session.passes.held += output.budget_tokens
         seed = derive_seed(
             "dropout", derive_seed(self._plan.seed, output.step), output.index, "body"
         )
         started = self._adapters.run_blocks(
             output.hidden, output.padding, seed, self._plan.wants_gradient
         )
-        self._session.when_complete(started, partial(self._answer, output))
+        self._session.passes.when_complete(started, partial(self._answer, output))
 
     def _answer(self, output: HeadOutput, activations: Activations) -> None:
         self._activations[output.index] = (activations, output.budget_tokens)
@@ -203,12 +198,12 @@ class SeparateTrainer:
         activations, budget_tokens = self._activations.pop(gradient.index)
         started = self._adapters.propagate_back(activations, gradient.gradient)
         answer = partial(self._answer_gradient, gradient, budget_tokens)
-        self._session.when_complete(started, answer)
+        self._session.passes.when_complete(started, answer)
 
     def _answer_gradient(
         self, gradient: OutputGradient, budget_tokens: int, result: torch.Tensor | None
     ) -> None:
-        self._release(budget_tokens)
+        self._session.passes.release(budget_tokens)
         if result is not None:
             tensors = {"gradient": result}
             self._session.lane.send(Kind.GRADIENT, gradient.step, gradient.index, tensors)
@@ -223,10 +218,5 @@ class SeparateTrainer:
 
     def _clean(self) -> None:
         self._activations.clear()
-        self._release(self._held)
+        self._session.passes.release(self._session.passes.held)
         self._adapters.zero_grad()
-
-    def _release(self, budget_tokens: int) -> None:
-        budget_tokens = min(budget_tokens, self._held)  # 0 if `_clean` has released all
-        self._held -= budget_tokens
-        self._session.compute.release(budget_tokens)

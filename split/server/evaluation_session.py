@@ -53,11 +53,9 @@ class EvaluationSession(Session):
         self._evaluation = Evaluation(prefixes, split.window, max_batch_tokens, max_cached_tokens)
         self._credits = split.window
         self._has_texts = False
-        # Used only by the compute thread: name of the selected model's adapter, cached texts, and
-        # the tokens that the texts take from the activation budget.
+        # Used only by the compute thread: name of the selected model's adapter, and cached texts.
         self._name: str | None = None
         self._texts: CachedTexts | None = None
-        self._cached_tokens = 0
 
     def serve(self) -> None:
         """Handle the client's frames until it ends the evaluation.
@@ -82,10 +80,6 @@ class EvaluationSession(Session):
             self.compute.call(self._detach)
         with suppress(LaneError):  # wait until the client has received END and closes the lane
             self.receive()
-
-    def holds(self) -> bool:
-        """Return whether the session has keys and values in its cache."""
-        return self._cached_tokens > 0
 
     def _choose(self, choice: ModelChoice) -> None:
         self._end_texts()
@@ -115,7 +109,7 @@ class EvaluationSession(Session):
         self._body.use(self._name)
         self._body.train(False)
         started = self._body.start(batch.hidden, batch.padding)
-        self.when_complete(started, lambda computed: self._answer(batch, computed.output))
+        self.passes.when_complete(started, lambda computed: self._answer(batch, computed.output))
 
     def _queue_prompts(self, prompts: Prompts) -> None:
         self._end_texts()
@@ -123,7 +117,7 @@ class EvaluationSession(Session):
         self.put(Priority.FORWARD, partial(self._begin_texts, prompts), prompts.tokens)
 
     def _begin_texts(self, prompts: Prompts) -> None:
-        self._cached_tokens += prompts.tokens  # first, so that they are released after an error
+        self.passes.held += prompts.tokens  # first, so that they are released after an error
         self._compute(prompts, partial(self._cache_prompts, prompts))
 
     def _cache_prompts(self, prompts: Prompts) -> torch.Tensor:
@@ -166,8 +160,7 @@ class EvaluationSession(Session):
         if self._texts is not None:
             self._texts.key_values.free()
         self._texts = None
-        self.compute.release(self._cached_tokens)
-        self._cached_tokens = 0
+        self.passes.release(self.passes.held)
 
     def _detach(self) -> None:
         if self._name is not None:

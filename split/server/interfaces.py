@@ -101,9 +101,6 @@ class Trainer(Protocol):
     def waits(self) -> bool:
         """Return whether the client need not send a frame, because others must send theirs."""
 
-    def holds(self) -> bool:
-        """Return whether activations in memory wait for gradients from the client."""
-
     def leave(self) -> None:
         """Discard the activations and gradients of an unfinished step."""
 

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +14,8 @@ from finetuning.devices import memory_problem
 from split.lane.lane import Lane
 from split.protocol.errors import FrameError, LaneError, LaneTimeoutError
 from split.protocol.frames import Frame, Kind
-from split.server.compute import ComputeThread, Job, Priority, Result
+from split.server.compute import ComputeThread, Job, Priority
+from split.server.passes import Passes
 from split.settings import SplitSettings
 
 POLL_SECONDS = 1.0
@@ -79,9 +79,9 @@ class Session:
         # it occupies: since its last frame, in this step or generation, and in total.
         self._kept_once = self._kept_in_step = self._kept_in_all = 0.0
         self._turn_since = time.monotonic()  # time at which the session's last job ended
-        self._owed = 0
-        self._passes = 0  # number of passes whose results are worked on in jobs
+        self._owed = 0  # number of jobs that are queued or running
         self._lock = threading.Lock()
+        self.passes = Passes(compute, partial(self.put, Priority.CLEANUP))
 
     def count_traffic(self) -> None:
         """Copy the lane's traffic statistics to ``account``."""
@@ -107,27 +107,6 @@ class Session:
         with self._lock:
             self._owed += 1
         self.compute.put(_SessionJob(self, priority, work, tokens, detail))
-
-    def when_complete(self, future: Future[Result], work: Callable[[Result], None]) -> None:
-        """Call ``work`` with the result of a pass: now, or in a job when the pass is complete.
-
-        Call this method in a job. Results are worked on in the order of the passes.
-        """
-        if future.done() and not self._passes:
-            work(future.result())
-            return
-        with self._lock:
-            self._owed += 1
-        self._passes += 1
-        future.add_done_callback(
-            lambda done: self.compute.put(
-                _SessionJob(self, Priority.CLEANUP, partial(self._complete, done, work))
-            )
-        )
-
-    def _complete(self, done: Future[Result], work: Callable[[Result], None]) -> None:
-        self._passes -= 1
-        work(done.result())
 
     def note_done(self, seconds_queued: float, seconds_computing: float) -> None:
         """Record the end of one of the session's jobs, and its times."""
@@ -160,7 +139,7 @@ class Session:
                 frame = self.lane.receive(poll)
             now = time.monotonic()
             wanted = self.compute.seconds_wanted(self)
-            if wanted and not self.waits() and self.holds():
+            if wanted and self.passes.held and not self.waits():
                 self._count_waiting(min(wanted, now - max(seen, self._turn_since)))
             if frame is not None:
                 return frame
@@ -176,11 +155,8 @@ class Session:
     def waits(self) -> bool:
         """Return whether the client need not send a frame, because the server owes an answer."""
         with self._lock:
-            return self._owed > 0
-
-    def holds(self) -> bool:
-        """Return whether the client occupies activation budget until its next frames arrive."""
-        return False
+            # ``pending`` doesn't change meanwhile: without jobs, nothing changes it.
+            return self._owed > 0 or self.passes.pending > 0
 
     def give_up(self, reason: str) -> None:
         """End the lane with an error, and send the reason to the client."""

@@ -93,10 +93,6 @@ class TrainingSession(Session):
         # The client must send any outstanding gradient, even if jobs are queued.
         return waiting and self._round.answered <= self._round.returned
 
-    def holds(self) -> bool:
-        """Return whether activations stay in memory until the client's next frames arrive."""
-        return self._trainer is not None and self._trainer.holds()
-
     def _average(self, request: Frame) -> None:
         self._settle()
         average = self._schedule.average(self, request.step, request.tensors)

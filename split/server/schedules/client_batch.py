@@ -25,10 +25,6 @@ class StackedTrainer:
         self.waits = partial(stacked.waits, member)
         self.leave = partial(stacked.remove, member)
 
-    def holds(self) -> bool:
-        """Return False, because the round itself ends the lanes of late members."""
-        return False
-
 
 class ClientBatch(SharedAdapters):
     """Schedule with one set of adapters, and one optimizer step for all clients' micro-batches."""

@@ -1,4 +1,4 @@
-"""A cap on the contribution of one client to the body's gradient (``split.share-cap``)."""
+"""Caps on the influence of one client on the gradients (``split.share-cap``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,21 +25,21 @@ class Addition:
 
 
 class GradientCap:
-    """Caps on three values of each client, relative to the median of other clients (``ShareCap``).
+    """Caps on four values of each client, relative to the median of other clients (``ShareCap``).
 
-    The values are the size of the gradients per target, the size of the gradients per step, and the
-    number of targets per step. The first two caps limit the contribution to the sum of the
-    gradients, so reporting too many targets has no advantage. The third cap limits the
-    number by which the sum is divided, so too many targets don't reduce other clients' shares. The
-    values per step are extrapolated from each micro-batch.
+    The values are the size of the gradients per target, the size of the gradients per step, the
+    number of targets per step, and the reported norm of the head's and tail's gradients. The first
+    two caps limit the contribution to the sum of the gradients, so reporting too many targets has
+    no advantage. The third cap limits the number by which the sum is divided, so too many targets
+    don't reduce other clients' shares. The values per step are extrapolated from each micro-batch.
 
     The size is a sum of norms over tokens, because this is an upper bound on the norm of the sum of
     the tokens' gradients, even if many of them have the same direction.
     """
 
     def __init__(self, multiple: float) -> None:
-        self.caps = [ShareCap(multiple) for _ in range(3)]
-        self._each, self._total, self._targets = self.caps
+        self._caps = [ShareCap(multiple) for _ in range(4)]
+        self._each, self._total, self._targets, self._norms = self._caps
 
     def factors(self, additions: Mapping[str, Addition]) -> dict[str, float]:
         """Return the factor that scales down each client's gradient; 1.0 within the caps."""
@@ -61,3 +61,19 @@ class GradientCap:
         """Return ``ShareCap.late_factor`` for the gradients and for the targets so far."""
         gradient = min(self._each.late_factor(), self._total.late_factor())
         return gradient, self._targets.late_factor()
+
+    def end_step(self, squared_norms: Mapping[str, float]) -> dict[str, float]:
+        """End a step; return the factor that scales down each client's reported norm."""
+        factors = self._norms.factors(squared_norms, dict.fromkeys(squared_norms, 1))
+        for cap in self._caps:
+            cap.end_step()
+        return factors
+
+    def times_capped(self, client: str) -> int:
+        """Return how often a value of a client was scaled down."""
+        return sum(cap.capped[client] for cap in self._caps)
+
+    def remove(self, client: str) -> None:
+        """Remove a client that left early from the medians; see ``ShareCap.remove``."""
+        for cap in self._caps:
+            cap.remove(client)

@@ -37,7 +37,6 @@ class Member:
     returned: int = 0  # number of micro-batches whose gradient has arrived
     finished: int = 0  # number of micro-batches whose backward pass is done
     squared_norm: float | None = None  # of head's and tail's gradients; None until the step ends
-    awaited_since: float | None = None  # time since which others have waited for this client
 
     @property
     def client(self) -> str:
@@ -57,7 +56,7 @@ class Member:
 
     def begin_step(self) -> None:
         """Reset the state of the finished step."""
-        self.micro_batches = self.squared_norm = self.awaited_since = None
+        self.micro_batches = self.squared_norm = None
         self.received = self.answered = self.returned = self.finished = 0
 
 

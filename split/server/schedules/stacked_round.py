@@ -15,8 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -29,9 +28,9 @@ from split.protocol.errors import LaneError, ProtocolError
 from split.protocol.frames import Kind
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.body_adapters import BodyAdapters
-from split.server.compute import ComputeThread, Job, Priority, Result
+from split.server.compute import ComputeThread, Job, Priority
+from split.server.passes import Passes
 from split.server.schedules.gradient_cap import GradientCap
-from split.server.schedules.share_cap import ShareCap
 from split.server.schedules.stacked_micro_batch import Gradient, Member, StackedMicroBatch, stack
 from split.server.schedules.wait_budget import WaitBudget
 from split.server.session import Session, describe_lane_error
@@ -59,12 +58,9 @@ class StackedRound:
         self._next = 0  # index of the micro-batch to stack next
         self._step = 0
         # Used only by the compute thread.
-        self._gradient_cap = GradientCap(split.share_cap)
-        self._norm_cap = ShareCap(split.share_cap)
-        self._caps = (*self._gradient_cap.caps, self._norm_cap)
+        self._cap = GradientCap(split.share_cap)
         self._counted = 0.0  # number of targets whose gradients are in the body's gradient
-        self._held = 0  # number of padded tokens taken from the activation budget
-        self._passes = 0  # number of passes whose results are worked on in jobs
+        self._passes = Passes(compute, partial(self._put, Priority.CLEANUP))
 
     def add(self, session: Session, plan: RoundPlan) -> Member:
         """Add a client. Call before the first step."""
@@ -84,8 +80,8 @@ class StackedRound:
             # Otherwise, the end of this step would reset the counts of the next one.
             if member.squared_norm is not None:
                 raise ProtocolError("received a micro-batch before the last step was answered")
-            if member.received == member.finished:
-                member.awaited_since = None  # not if the member still has to send a gradient
+            if member.received == member.finished:  # the member doesn't owe a gradient
+                self._waits.restart(member.client)
             member.micro_batches = output.micro_batches
             member.outputs[output.index] = output
             member.received += 1
@@ -97,7 +93,7 @@ class StackedRound:
         norms = torch.linalg.vector_norm(gradient.gradient, dim=2, dtype=torch.float32)
         size = float(norms.sum(dtype=torch.float64))
         with self._lock:
-            member.awaited_since = None
+            self._waits.restart(member.client)
             member.gradients[gradient.index] = Gradient(gradient.gradient, size)
             member.returned += 1
             self._advance()
@@ -119,8 +115,9 @@ class StackedRound:
 
     def waits(self, member: Member) -> bool:
         """Return whether the member need not send a frame; end the lanes of late members."""
-        self._end_late_members()
         with self._lock:
+            self._note_waiting()
+            self._waits.end_late(self._split.gather_timeout)
             return not member.is_due
 
     def failed(self, error: BaseException) -> None:
@@ -171,27 +168,9 @@ class StackedRound:
         self._note_waiting()
 
     def _note_waiting(self) -> None:
-        """Record since when others have waited for each member, and update the wait budget."""
-        due = [member for member in self._members.values() if member.is_due]
-        awaited = due if len(due) < len(self._members) else []
-        for member in self._members.values():
-            if member not in awaited:
-                member.awaited_since = None
-            elif member.awaited_since is None:
-                member.awaited_since = time.monotonic()
-        self._waits.note(member.client for member in awaited)
-
-    def _end_late_members(self) -> None:
-        """End the lanes of members that others have waited for too long."""
-        with self._lock:
-            self._note_waiting()
-            for member in self._members.values():
-                since = member.awaited_since
-                if since is not None and time.monotonic() - since >= self._split.gather_timeout:
-                    member.session.give_up(
-                        f"other clients waited {time.monotonic() - since:.0f} s for {member.client}"
-                        f" (split.gather-timeout = {self._split.gather_timeout:g})"
-                    )
+        """Update the wait budget with the members that others now wait for."""
+        due = [client for client, member in self._members.items() if member.is_due]
+        self._waits.note(due if len(due) < len(self._members) else [])
 
     def _note_computed(self, stacked: StackedMicroBatch) -> None:
         with self._lock:
@@ -208,7 +187,7 @@ class StackedRound:
 
     def _run_blocks(self, stacked: StackedMicroBatch, step: int, queued: float) -> None:
         started = time.perf_counter()
-        self._held += stacked.budget_tokens
+        self._passes.held += stacked.budget_tokens
         if not self._present(stacked):
             self._note_computed(stacked)
             return
@@ -221,7 +200,7 @@ class StackedRound:
         for member, part in stacked.parts.items():
             member.session.account.tokens += part.padded_tokens
             member.session.account.seconds_queued += started - queued
-        self._when_complete(begun, partial(self._answer, stacked, step))
+        self._passes.when_complete(begun, partial(self._answer, stacked, step))
         stacked.account(time.perf_counter() - started)
 
     def _answer(self, stacked: StackedMicroBatch, step: int, activations: Activations) -> None:
@@ -242,15 +221,11 @@ class StackedRound:
         if activations is None or not gradients:
             if activations is not None:
                 self._adapters.discard(activations)
-            self._release(stacked.budget_tokens)
-            with self._lock:
-                self._unfinished -= 1
-                self._advance()
+            self._note_finished(stacked, ())
             return
         additions = stacked.additions(gradients)
-        factors = self._gradient_cap.factors(additions)
-        counted = self._gradient_cap.counted(additions)
-        late, late_targets = self._gradient_cap.late_factors()
+        factors, counted = self._cap.factors(additions), self._cap.counted(additions)
+        late, late_targets = self._cap.late_factors()
         if late < 1:
             # Scale the body's gradient so far: none of its terms could be compared on arrival.
             self._adapters.scale(late)
@@ -259,7 +234,7 @@ class StackedRound:
         self._counted = self._counted * late_targets + counted
         # To undo the scaling: clients get the gradients of their mean losses over the step.
         scales = {m: stacked.parts[m].step_targets * factors[m.client] for m in gradients}
-        self._when_complete(begun, partial(self._answer_gradients, stacked, scales, step))
+        self._passes.when_complete(begun, partial(self._answer_gradients, stacked, scales, step))
         stacked.account(time.perf_counter() - started)
 
     def _answer_gradients(
@@ -269,12 +244,7 @@ class StackedRound:
         step: int,
         result: torch.Tensor | None,
     ) -> None:
-        self._release(stacked.budget_tokens)
-        with self._lock:
-            self._unfinished -= 1
-            for member in scales:
-                member.finished += 1
-            self._advance()
+        self._note_finished(stacked, scales)
         if result is None:
             return
         for member, _, rows in stacked.rows_of(result):
@@ -283,33 +253,21 @@ class StackedRound:
                 with suppress(LaneError):
                     member.session.lane.send(Kind.GRADIENT, step, stacked.index, tensors)
 
-    def _when_complete(self, begun: Future[Result], work: Callable[[Result], None]) -> None:
-        """Call ``work`` with the result of a pass; see `Session.when_complete`."""
-        if begun.done() and not self._passes:
-            work(begun.result())
-            return
-        self._passes += 1
-        begun.add_done_callback(
-            lambda done: self._put(Priority.CLEANUP, partial(self._complete, done, work))
-        )
-
-    def _complete(self, done: Future[Result], work: Callable[[Result], None]) -> None:
-        self._passes -= 1
-        work(done.result())
-
-    def _release(self, budget_tokens: int) -> None:
-        budget_tokens = min(budget_tokens, self._held)  # 0 if `_clean` has released all
-        self._held -= budget_tokens
-        self._compute.release(budget_tokens)
+    def _note_finished(self, stacked: StackedMicroBatch, members: Iterable[Member]) -> None:
+        """Note the end of a backward pass, in which these members' gradients were propagated."""
+        self._passes.release(stacked.budget_tokens)
+        with self._lock:
+            self._unfinished -= 1
+            for member in members:
+                member.finished += 1
+            self._advance()
 
     def _take_step(self, squared_norms: Mapping[Member, float]) -> None:
         """Clip the gradients, answer all members, and take a step of the optimizer."""
         self._adapters.scale(1 / self._counted)
         self._counted = 0.0
         reported = {member.client: square for member, square in squared_norms.items()}
-        factors = self._norm_cap.factors(reported, dict.fromkeys(reported, 1))
-        for cap in self._caps:
-            cap.end_step()
+        factors = self._cap.end_step(reported)
         capped = {client: square * factors[client] ** 2 for client, square in reported.items()}
         factor, norm = self._adapters.clip(sum(capped.values()))
         with self._lock:
@@ -336,8 +294,7 @@ class StackedRound:
 
     def _clean(self, left: Member) -> None:
         """Clean up after a member has left; after the last one, discard the unfinished step."""
-        times = sum(cap.capped[left.client] for cap in self._caps)
-        left.session.account.capped = times
+        times = left.session.account.capped = self._cap.times_capped(left.client)
         if times:
             _log.warning(
                 "%s was capped %d times, at split.share-cap = %g times other clients' median",
@@ -347,13 +304,12 @@ class StackedRound:
             )
         # Finished clients remain in the median for the others; clients that left early do not.
         if self._step < left.plan.steps:
-            for cap in self._caps:
-                cap.remove(left.client)
+            self._cap.remove(left.client)
         with self._lock:
             if self._members:
                 return
             self._compute.withdraw(self)
             self._stacked.clear()
-        self._release(self._held)
+        self._passes.release(self._passes.held)
         self._counted = 0.0
         self._adapters.zero_grad()

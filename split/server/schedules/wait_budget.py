@@ -1,4 +1,4 @@
-"""A limit on the total time that clients wait for slow clients in a round."""
+"""Limits on the time that clients wait for slow clients in a round."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from split.server.session import Session
 
 
 class WaitBudget:
-    """Total time that clients have waited for each other. Not thread-safe.
+    """Time that clients have waited for each other. Not thread-safe.
 
     Each second of waiting is divided equally among the clients that are waited for. When the total
     reaches half of the round's time, the lane of the client with the most seconds is ended, and its
@@ -20,8 +20,8 @@ class WaitBudget:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._seconds: dict[str, float] = {}
-        self._awaited: list[str] = []
-        self._since = 0.0
+        self._awaited: dict[str, float] = {}  # since when others have waited for each client
+        self._noted = 0.0  # time of the last call of ``note``
 
     def add(self, session: Session) -> None:
         """Add a client that has joined."""
@@ -38,8 +38,9 @@ class WaitBudget:
         """Set the clients that others now wait for; end a lane if the total reaches the limit."""
         now = time.monotonic()
         for client in self._awaited:
-            self._seconds[client] += (now - self._since) / len(self._awaited)
-        self._awaited, self._since = list(awaited), now
+            self._seconds[client] += (now - self._noted) / len(self._awaited)
+        self._awaited = {client: self._awaited.get(client, now) for client in awaited}
+        self._noted = now
         max_seconds = min((each.lifetime for each in self._sessions.values()), default=math.inf) / 2
         if sum(self._seconds.values()) >= max_seconds:
             worst = max(sorted(self._seconds), key=self._seconds.__getitem__)
@@ -47,3 +48,18 @@ class WaitBudget:
                 f"other clients waited {self._seconds[worst]:.0f} s for {worst}, longer than for "
                 "any other client, and half of round-timeout was spent waiting"
             )
+
+    def restart(self, client: str) -> None:
+        """Note that a client has sent what it was waited for, so that ``end_late`` counts anew."""
+        if client in self._awaited:
+            self._awaited[client] = time.monotonic()
+
+    def end_late(self, gather_timeout: float) -> None:
+        """End the lanes of clients that others have waited for without a break for too long."""
+        now = time.monotonic()
+        for client, since in self._awaited.items():
+            if now - since >= gather_timeout:
+                self._sessions[client].give_up(
+                    f"other clients waited {now - since:.0f} s for {client} "
+                    f"(split.gather-timeout = {gather_timeout:g})"
+                )
