@@ -1,6 +1,10 @@
 """Addresses of servers: a host and a port, such as 10.0.0.5:8900 or [::1]:8900."""
 
 import ipaddress
+import re
+
+# IPv6 addresses need brackets: gRPC would connect to another port.
+_ADDRESS = re.compile(r"(\[[^][/\s]+\]|[^][:/\s]+):([0-9]{1,5})")
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -8,10 +12,10 @@ def parse_address(address: str) -> tuple[str, int]:
 
     Raise ``ValueError``, whose text doesn't name the address, if it has another form.
     """
-    host, port = _host(address), address.rpartition(":")[2]
-    if not (host and port.isdecimal() and int(port) < 2**16):
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found[2]) >= 2**16:
         raise ValueError("must be an address and a port, like 127.0.0.1:8900 or [::1]:8900")
-    return host, int(port)
+    return found[1].strip("[]"), int(found[2])
 
 
 def is_loopback(address: str) -> bool:

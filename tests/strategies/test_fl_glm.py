@@ -389,6 +389,8 @@ def test_a_model_that_cannot_be_split_so_is_refused(split_values, tmp_path, chan
         ({"split.listen": "nowhere"}, "must be an address and a port"),
         ({"split.listen": "0.0.0.0:8900"}, "split.advertise"),
         ({"split.advertise": "host:99999"}, "must be an address and a port"),
+        ({"split.advertise": "https://host:8900"}, "must be an address and a port"),
+        ({"split.advertise": "fd00::1:8900"}, "must be an address and a port"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(split_values, change, reason):
