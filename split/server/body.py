@@ -27,8 +27,7 @@ from split.model.partition import Partition, partition_of
 from split.protocol.frames import Padding
 from split.server.compute import Priority
 from split.server.interfaces import Body
-from split.server.stage_client import StageClient
-from split.server.staged_key_values import StagedKeyValues
+from split.server.stage_client import StageClient, StagedKeyValues
 from split.settings import SplitSettings
 
 

@@ -13,7 +13,7 @@ from split.protocol.evaluation import CachedExtension, Prompts
 from split.server.compute import ComputeThread
 from split.server.interfaces import Body
 from split.server.session import Account
-from split.server.staged_key_values import StagedKeyValues
+from split.server.stage_client import StagedKeyValues
 
 _MAX_COLUMNS = 2048  # of texts that share a pass; longer texts gain little from it
 _MAX_ROWS = 16  # of each lane, because a common pass copies its adapter for each row

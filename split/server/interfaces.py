@@ -13,7 +13,7 @@ from split.model.part import Activations, Part
 from split.protocol.frames import Padding
 from split.protocol.training import HeadOutput, OutputGradient, RoundPlan, StepEnd
 from split.server.session import Session
-from split.server.staged_key_values import StagedKeyValues
+from split.server.stage_client import StagedKeyValues
 
 
 class Body(Protocol):

@@ -1,12 +1,13 @@
-"""The coordinator's connection to a stage, with a thread that makes all calls to it."""
+"""The coordinator's connection to a stage, and texts whose keys and values stages cache."""
 
 import itertools
 import queue
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class StageError(RuntimeError):
 
 
 class StageClient:
-    """The connection to a stage, and the adapters on the stage's blocks.
+    """The connection to a stage, with a thread that makes all calls to it, and its adapters.
 
     Backward passes overtake forward passes, which frees memory at the stage; calls with the same
     priority are made in the order in which they were queued. Raise ``ConnectionError`` if the stage
@@ -175,3 +176,37 @@ class StageClient:
         while (work := self._queue.get()[2]) is not None:
             work()
             del work  # free its tensors while waiting for the next one
+
+
+class StagedKeyValues:
+    """The `KeyValues` of the blocks at several stages."""
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self, stages: Sequence[StageClient], name: str, padding: Padding, columns: int
+    ) -> None:
+        self._stages, self._name, self._number = stages, name, next(self._numbers)
+        with ExitStack() as on_failure:
+            on_failure.callback(self.free)
+            for stage in stages:
+                stage.begin_texts(self._number, name, padding, columns)
+            on_failure.pop_all()
+
+    def extend(self, hidden: torch.Tensor, drop: int = 0) -> torch.Tensor:
+        """Compute the blocks for the prompts or next tokens; see `KeyValues.extend`."""
+        fields = {"number": self._number, "name": self._name, "drop": drop}
+        for stage in self._stages:
+            hidden = stage.call("extend", {"hidden": hidden}, **fields)["hidden"]
+        return hidden
+
+    def repeat(self, times: int) -> None:
+        """Repeat each row; see `KeyValues.repeat`."""
+        for stage in self._stages:
+            stage.call("repeat", number=self._number, times=times)
+
+    def free(self) -> None:
+        """Free the keys and values at all stages."""
+        for stage in self._stages:
+            with suppress(ConnectionError):  # of a lost stage, nothing is left
+                stage.call("free", number=self._number)
