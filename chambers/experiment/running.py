@@ -79,7 +79,10 @@ def digest_of_data(config: RunConfig) -> str:
     if not config.data.path or not path.exists():
         return ""
     digest = hashlib.sha256()
-    for file in sorted(each for each in (path, *path.rglob("*")) if each.is_file()):
+    # Clients' folders may be links, which rglob doesn't follow.
+    folders = os.walk(path, followlinks=True)
+    found = [Path(folder, name) for folder, _, names in folders for name in names]
+    for file in sorted(found or [path]):
         digest.update(f"{file.relative_to(path)}\n".encode())
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())

@@ -11,7 +11,7 @@ from chambers.errors import CommandError
 from chambers.experiment.command import RESULTS
 from chambers.experiment.plan import read_experiment, runs_of
 from chambers.experiment.results import Record, write_records
-from chambers.experiment.running import check_settings
+from chambers.experiment.running import check_settings, digest_of_data
 from federation.run_config import parse_run_config
 from tests.conftest import write_rows
 
@@ -175,6 +175,17 @@ def test_results_of_other_experiments_settings_and_data_are_named(file, tmp_path
     check_settings(runs[0], tmp_path, "the first rows")
     with pytest.raises(CommandError, match=r"different settings \(data\)"):
         check_settings(runs[0], tmp_path, "other rows")
+
+
+def test_rows_behind_a_link_are_part_of_the_data(values, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "court").symlink_to(tmp_path / "court")
+    digests = set()
+    for count in (2, 3):
+        write_rows(tmp_path / "court" / "train.jsonl", count, seed=0)
+        config = parse_run_config(values | {"data.path": str(tmp_path / "data")})
+        digests.add(digest_of_data(config))
+    assert len(digests) == 2
 
 
 def test_each_seed_has_a_run_for_each_arm_or_client_alone(file):
