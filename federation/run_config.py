@@ -246,6 +246,8 @@ class RunConfig(Section):
                 f'split.advertise is needed with split.listen = "{self.split.listen}": clients '
                 "can't connect to that address"
             )
+        if self.split.body_hosts and not self.split.body_key:
+            raise ValueError("split.body-key is needed with split.body-hosts")
         trained = self.train.batch_size * sum(self.row.values())
         for batch, row, tokens in (
             ("one micro-batch of train.batch-size", self.row, trained),

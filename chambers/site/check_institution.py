@@ -102,7 +102,9 @@ def _online(folder: Path) -> str:
     if answer is None:
         raise AdviceError("the SuperNode isn't running, so this institution can't take part")
     if answer.status_code != 200:
-        since = answer.json().get("offline-since", "its start")
+        since = "its start"
+        with suppress(ValueError, AttributeError):  # another program may answer at this port
+            since = answer.json().get("offline-since", since)
         raise CommandError(
             f"the SuperNode is offline since {since} (UTC), although {folder / 'node'} is "
             "registered: see its log"

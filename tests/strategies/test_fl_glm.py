@@ -388,6 +388,7 @@ def test_a_model_that_cannot_be_split_so_is_refused(split_values, tmp_path, chan
         ),
         ({"split.listen": "nowhere"}, "must be an address and a port"),
         ({"split.listen": "0.0.0.0:8900"}, "split.advertise"),
+        ({"split.body-hosts": "10.0.0.6:9100"}, "split.body-key is needed"),
         ({"split.advertise": "host:99999"}, "must be an address and a port"),
         ({"split.advertise": "https://host:8900"}, "must be an address and a port"),
         ({"split.advertise": "fd00::1:8900"}, "must be an address and a port"),
