@@ -9,19 +9,18 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from chambers.endpoint.answer_stream import Request
-from chambers.errors import CommandError
 
 
 def grammar_of(schema: dict[str, Any]) -> str:
     """Return the grammar of a JSON schema's values, written without optional whitespace.
 
-    Raise ``CommandError`` if the schema is invalid, or has keys that aren't supported.
+    Raise ``ValueError`` if the schema is invalid, or has keys that aren't supported.
     """
     grammar = LLMatcher.grammar_from_json_schema(
         json.dumps(schema), overrides={"whitespace_flexible": False}
     )
     if problem := LLMatcher.validate_grammar(grammar):
-        raise CommandError(f"the JSON schema can't be used: {problem}")
+        raise ValueError(f"the JSON schema can't be used: {problem}")
     return grammar
 
 

@@ -4,12 +4,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from chambers.endpoint.answer_stream import Piece
+from chambers.endpoint.json_answers import grammar_of
 
 _LARGEST_SEED = 2**63 - 1
 _MAX_LIKELIEST = 20
@@ -21,17 +22,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (0,)),
     **{"modalities": (["text"],), "logit_bias": ({},)},
 }
-# Parameters that never affect the answer.
-_UNUSED = {
-    *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "service_tier", "store", "user"),
-}
 
 
-def _drop_unused(value: Any) -> Any:
-    """Leave out parameters without an effect; raise an error for those that aren't supported."""
+def _refuse_unsupported(value: Any) -> Any:
+    """Leave out parameters that aren't supported; raise an error if the answer depends on them."""
     items = value.items() if isinstance(value, dict) else ()
-    kept = {name: each for name, each in items if each is not None and name not in _UNUSED}
+    kept = {name: each for name, each in items if each is not None}
     for name in kept.keys() & _UNSUPPORTED:
         if kept.pop(name) not in _UNSUPPORTED[name]:
             reason = f"'{name}' is not supported by this endpoint; leave it out"
@@ -50,7 +46,7 @@ def _as_list(value: Any) -> Any:
 def _text(content: Any) -> Any:
     """Join the parts of a message's text; raise an error if there are images or sound."""
     if not isinstance(content, list):
-        return "" if content is None else content
+        return content
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         raise PydanticCustomError("unsupported", "Messages can only contain text")
     return "".join(part["text"] for part in content)
@@ -61,9 +57,24 @@ def _no_tools(calls: Any) -> None:
         raise PydanticCustomError("unsupported", "Tools are not supported by this endpoint")
 
 
-class Turn(BaseModel):
-    """A message of a conversation; other keys, such as ``name``, don't affect the answer."""
+class _Form(BaseModel):
+    """A part of a request: null counts as absent, and unknown keys are refused."""
 
+    model_config = ConfigDict(extra="forbid")
+    unused: ClassVar[tuple[str, ...]] = ()  # keys that never affect the answer
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: each for k, each in value.items() if each is not None and k not in cls.unused}
+
+
+class Turn(_Form):
+    """A message of a conversation."""
+
+    unused = ("annotations", "name", "refusal")
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_text)] = ""
     tool_calls: Annotated[None, BeforeValidator(_no_tools)] = None
@@ -75,42 +86,51 @@ class Turn(BaseModel):
         return {"role": role, "content": self.content}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Form):
     """Options of a streamed answer."""
 
+    unused = ("include_obfuscation",)
     include_usage: bool = False
 
 
-class JsonSchema(BaseModel):
-    """A JSON schema; other keys, such as ``name`` and ``strict``, don't affect the answer."""
+class JsonSchema(_Form):
+    """A JSON schema."""
 
+    unused = ("description", "name", "strict")
     content: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(_Form):
     """The form of an answer; objects without a schema are constrained to be JSON."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
+    _grammar: str = PrivateAttr("")
 
     @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("'response_format' has the type json_schema, but no json_schema")
+    def _set_grammar(self) -> Self:
+        if self.type == "json_object":
+            self._grammar = grammar_of({"type": "object"})
+        elif self.type == "json_schema":
+            if self.json_schema is None:
+                raise ValueError("it has the type json_schema, but no json_schema")
+            self._grammar = grammar_of(self.json_schema.content)
         return self
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None if any text is allowed."""
-        if self.json_schema and self.type == "json_schema":
-            return self.json_schema.content
-        return {"type": "object"} if self.type == "json_object" else None
+    def grammar(self) -> str:
+        """The grammar of the answer; empty if any text is allowed."""
+        return self._grammar
 
 
-class Parameters(BaseModel):
-    """Parameters of both kinds of requests; null counts as absent."""
+class Parameters(_Form):
+    """Parameters of both kinds of requests."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    unused = (
+        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "store", "user"),
+    )
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -123,7 +143,7 @@ class Parameters(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
 
-    _drop_unused = model_validator(mode="before")(_drop_unused)
+    _refuse_unsupported = model_validator(mode="before")(_refuse_unsupported)
 
 
 class ChatRequest(Parameters):
@@ -136,7 +156,7 @@ class ChatRequest(Parameters):
     @property
     def likeliest(self) -> int | None:
         """Number of likely alternatives per token; None without log-probabilities."""
-        return self.top_logprobs if self.logprobs else None
+        return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
     @property
     def continues(self) -> bool:

@@ -34,6 +34,7 @@ def refusal_of(error: ValidationError) -> ApiError:
         problem["type"], "invalid_value"
     )
     reason = re.sub("^[A-Z]\\w+ should", "it should", problem["msg"]).partition(" after valid")[0]
+    reason = reason.removeprefix("Value error, ")
     text = {
         "json_invalid": "The body of the request is not valid JSON.",
         "missing": f"Missing required parameter: '{name}'.",

@@ -29,7 +29,6 @@ from starlette.routing import Route
 
 from chambers.endpoint.answer_stream import Piece, Request
 from chambers.endpoint.answering import Answerer, BusyError
-from chambers.endpoint.json_answers import grammar_of
 from chambers.endpoint.messages import ChatReply, ChatRequest, CompletionReply, CompletionRequest
 from chambers.endpoint.refusals import ApiError, refusal_of
 from chambers.errors import CommandError
@@ -87,10 +86,12 @@ async def _page(_: HttpRequest) -> Response:
     return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
 
-async def _refuse(_: HttpRequest, error: Exception) -> Response:
+async def _refuse(http: HttpRequest, error: Exception) -> Response:
     """Return an error in the form of OpenAI's API; omit the text of unexpected errors."""
-    if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail)
+    if isinstance(error, HTTPException):  # an unknown path or method
+        known = "this endpoint has GET /v1/models, POST /v1/chat/completions and /v1/completions"
+        reason = f"{error.detail}: {http.method} {http.url.path}; {known}"
+        error = ApiError(error.status_code, reason)
     elif not isinstance(error, ApiError):
         error = ApiError(500, f"the request failed ({type(error).__name__})", "server_error")
     return JSONResponse({"error": error.body}, error.status)
@@ -227,10 +228,8 @@ class _Endpoint:
         pieces = _Pieces(asyncio.get_running_loop(), len(prompts))
         try:
             tokens_of_prompts = [await asyncio.to_thread(prompt) for prompt in prompts]
-            schema = wanted.response_format.schema_of_answer
-            grammar = "" if schema is None else grammar_of(schema)
             requests = [
-                self._request(wanted, index, tokens, grammar, partial(pieces.emit, index))
+                self._request(wanted, index, tokens, partial(pieces.emit, index))
                 for index, tokens in enumerate(tokens_of_prompts)
             ]
             self.answerer.submit(*requests)
@@ -247,7 +246,6 @@ class _Endpoint:
         wanted: Any,
         index: int,
         tokens: torch.Tensor,
-        grammar: str,
         emit: Callable[[Piece | Exception], None],
     ) -> Request:
         limit = self.answerer.max_new_tokens(wanted.model, len(tokens))
@@ -266,7 +264,7 @@ class _Endpoint:
             stop=tuple(filter(None, wanted.stop)),
             likeliest=wanted.likeliest,
             continues=wanted.continues,
-            grammar=grammar,
+            grammar=wanted.response_format.grammar,
             echo=self.answerer.tokenizer.decode(echo) if isinstance(echo, list) else echo,
         )
 

@@ -312,13 +312,14 @@ EQUAL = {
         {"messages": [{"role": "system", "content": "costs"}, USER]},
     ),
     "null": (
-        {"messages": [{"role": "assistant", "content": None}, USER], "max_tokens": None},
+        {"messages": [{"role": "assistant", "content": None, "audio": None}, USER], "n": None},
         {"messages": [EMPTY, USER]},
     ),
     "parts": ({"messages": [PARTS, EMPTY], "n": 1, "logit_bias": {}, "user": "me"}, {}),
     "limit": ({"max_completion_tokens": None, "max_tokens": 3}, {"max_completion_tokens": 3}),
     "too many": ({"max_tokens": 4096}, {"max_tokens": 100}),
     "top_p": ({"top_p": 0, "temperature": 2}, {"temperature": 0}),
+    "top_logprobs": ({"top_logprobs": 2}, {"top_logprobs": 2, "logprobs": True}),
 }
 
 
@@ -557,12 +558,23 @@ BAD = {
         400,
         "^Error code: 400 - Tools are not supported by this endpoint\\.$",
     ),
+    "function": (
+        {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        400,
+        r"Unknown parameter: 'messages\[0\].function_call'",
+    ),
+    "usage": ({"stream_options": {"continuous_usage_stats": True}}, 400, "'stream_options.cont"),
     "stop": ({"stop": ["a"] * 5}, 400, r"Invalid 'stop': it should have at most 4 items\.$"),
-    "format": ({"response_format": {"type": "json_schema"}}, 400, "but no json_schema"),
+    "format": ({"response_format": {"type": "json_schema"}}, 400, "it has .* but no json_schema"),
+    "place of schema": (
+        {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        400,
+        "Unknown parameter: 'response_format.schema'",
+    ),
     "schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
         400,
-        "JSON schema can't be used: Invalid type: x",
+        "'response_format': the JSON schema can't be used: Invalid type: x",
     ),
     "penalty": ({"repetition_penalty": 1.1, "min_p": 0, "top_k": -1}, 400, "'repetition_pen"),
     "unknown": ({"typical_p": 0.5}, 400, "Unknown parameter: 'typical_p'"),
@@ -577,6 +589,11 @@ def test_bad_requests_are_refused_in_the_form_of_the_api(whole, changed, status,
         client.post("/chat/completions", body=body, cast_to=object)
     assert refusal.value.status_code == status
     assert refusal.value.type == "invalid_request_error"
+
+
+def test_other_parts_of_the_api_are_refused(whole):
+    with pytest.raises(openai.NotFoundError, match="POST /v1/responses; this endpoint has"):
+        whole[0].responses.create(model="global", input="who")
 
 
 @pytest.mark.parametrize(
