@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from chambers.errors import CommandError
+from chambers.errors import CommandError, undecodable_input
 from chambers.sources import (
     DRAFT,
     INVITATION,
@@ -127,9 +127,7 @@ class Generate(AdapterOptions):
         try:
             lines = [line.lstrip("\ufeff").strip() for line in sys.stdin]
         except UnicodeDecodeError as error:
-            raise CommandError(
-                f"standard input is not {error.encoding}: {error.reason} at byte {error.start + 1}"
-            ) from error
+            raise undecodable_input(error) from error
         prompts = [line for line in lines if line]
         if not prompts:
             raise CommandError("no prompts: pass them as arguments, on standard input or in --file")

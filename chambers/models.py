@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from chambers.errors import CommandError, read_bytes
+from chambers.errors import CommandError, first_problem, read_bytes
 from chambers.lane_model import LaneModel, explain_lane_error
 from chambers.model_source import NO_LIMIT, ModelSource
 from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
@@ -60,11 +60,9 @@ def read_invitation(file: Path) -> StandingInvitation:
     try:
         invitation = StandingInvitation.model_validate_json(read_bytes(file))
     except ValidationError as error:
-        problem = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])
         raise CommandError(
             f"{file} is not an invitation that `chambers serve` has written "
-            f"({f'{where}: ' if where else ''}{problem['msg']}); ask for the file again"
+            f"({first_problem(error)}); ask for the file again"
         ) from None
     if invitation.expires <= datetime.now(UTC):
         raise CommandError(

@@ -13,6 +13,7 @@ import typer
 
 from chambers.errors import CommandError
 from finetuning.adapters.saved import SavedAdapter, check_folder
+from finetuning.data.formats import is_hub_id
 from finetuning.model.names import BUILT_IN
 from finetuning.settings import ModelSettings
 
@@ -229,7 +230,7 @@ def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyN
 
 def _is_missing(name: str) -> bool:
     path = Path(name).expanduser()
-    return path.is_absolute() and not path.exists()
+    return (path.is_absolute() or not is_hub_id(name)) and not path.exists()
 
 
 def _check_base_model(name: str) -> None:

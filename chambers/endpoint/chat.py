@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
 from chambers.endpoint.command import ModelsOptions
-from chambers.errors import CommandError
+from chambers.errors import CommandError, undecodable_input
 from chambers.sources import option
 from finetuning.errors import UserError
 
@@ -54,6 +54,8 @@ class Chat(ModelsOptions):
                     line = input(prompt).lstrip("\ufeff").strip()
                 except EOFError:
                     return 0
+                except UnicodeDecodeError as error:
+                    raise undecodable_input(error) from error
                 try:
                     if line.startswith("/"):
                         chat.obey(line)

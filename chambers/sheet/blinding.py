@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jinja2 import Environment
 from pydantic import BaseModel, ValidationError
 
-from chambers.errors import CommandError, read_bytes
+from chambers.errors import CommandError, first_problem, read_bytes
 from chambers.sheet.answers import SheetQuestion
 
 MIN_SCORE, MAX_SCORE = 1, 5
@@ -90,7 +90,8 @@ def read_sheet_key(file: Path) -> Key:
     try:
         return Key.model_validate_json(read_bytes(file))
     except ValidationError as error:
-        raise CommandError(f"{file} is not a key from chambers sheet make: {error}") from error
+        problem = first_problem(error)
+        raise CommandError(f"{file} is not a key from chambers sheet make: {problem}") from error
 
 
 def to_page(annotator: int, questions: Sequence[SheetQuestion]) -> str:

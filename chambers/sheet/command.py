@@ -84,7 +84,8 @@ class Make:
         files: dict[str, Path] = {}
         for text in self.answers:
             model, _, file = text.partition("=")
-            if not model.strip() or not file:
+            model = model.strip()
+            if not model or not file:
                 raise CommandError(f"{text}: must be MODEL=FILE.jsonl")
             if model in files:
                 raise CommandError(f"{model} is named twice")

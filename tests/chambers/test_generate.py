@@ -228,10 +228,11 @@ def test_a_line_of_standard_input_is_a_prompt(base, capsys, monkeypatch):
     assert execute(capsys, *words) == execute(capsys, *words, *QUESTIONS)
 
 
-def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch):
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_other_encodings_of_standard_input_are_refused(base, capsys, monkeypatch, command):
     latin = io.TextIOWrapper(io.BytesIO(b"Caf\xe9\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", latin)
-    refusal = refused(capsys, "generate", "--model", base)
+    refusal = refused(capsys, command, "--model", base)
     assert "standard input is not utf-8: " in refusal and "at byte 4" in refusal
 
 
@@ -258,6 +259,7 @@ def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
     [
         ((), "no base model is named"),
         (("--model", "/nowhere"), "there is no base model in /nowhere"),
+        (("--model", "./nowhere"), "there is no base model in ./nowhere"),
         (("--adapter", "/nowhere"), "there is no folder /nowhere"),
         (("--invitation", "/nowhere.json"), "/nowhere.json can't be read"),
         (("--file", "/nowhere.jsonl"), "/nowhere.jsonl is not a file"),
