@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import sys
 import tempfile
 import uuid
@@ -211,8 +210,9 @@ def find_descendants(run: Path, new: Path, folders: Sequence[Path]) -> Iterator[
     """
     from server_app.checkpoint import load_run_checkpoint
 
+    run, new, *searched = (each.resolve() for each in (run, new, *folders))
     digest, lineage = _digest(run), load_run_checkpoint(run).progress.lineage
-    places = {run.parent, *folders}
+    places = {run.parent, *searched}
     files = sorted({file for place in places for file in place.rglob("config.json")})
     begun = {file.parent: initial for file in files if (initial := _initial_adapter(file))}
     ancestors = [run]
@@ -236,7 +236,7 @@ def _initial_adapter(file: Path) -> Path | None:
         value = json.loads(file.read_bytes()).get("initial-adapter")
     except (OSError, ValueError, AttributeError):
         return None
-    return Path(os.path.abspath(Path(value).expanduser())) if value else None  # noqa: PTH100
+    return Path(value).expanduser().resolve() if value else None
 
 
 def _digest(run: Path) -> str:

@@ -147,7 +147,9 @@ def test_what_descends_from_a_run_is_found(values, data, tmp_path):
     unrelated = later.with_name("unrelated") / "README.md"
     unrelated.parent.mkdir()
     unrelated.write_text("# Another adapter")
-    found = "\n".join(find_descendants(old, tmp_path / "new", [later.parent]))
+    (tmp_path / "link").symlink_to(old.parent)
+    named = tmp_path / "link" / old.name
+    found = "\n".join(find_descendants(named, tmp_path / "new", [later.parent]))
     for name in ("later", "third", "earlier", "copy", "merged"):
         assert str(later.with_name(name)) in found
     assert "unrelated" not in found
