@@ -6,7 +6,8 @@
 set -euo pipefail
 MODEL=$(realpath "$MODEL")
 cd "$(dirname "$0")"
-docker build --file Dockerfile --tag chambers:0.1.0 ..
+: "${TORCH_INDEX:=$(sed --quiet s/^TORCH_INDEX=//p .env 2> /dev/null || true)}" # as Compose reads it
+docker build --file Dockerfile --build-arg "TORCH_INDEX=$TORCH_INDEX" --tag chambers:0.1.0 ..
 install --directory --owner=49999 coordinator reviewer court consultation
 
 at() { # FOLDER COMMAND…: run chambers in an organisation's folder
@@ -21,7 +22,7 @@ at coordinator site coordinator coordinator --model model
 sed --in-place s/127.0.0.1/superlink/ coordinator/state/.flwr/config.toml
 at reviewer site sign --key key --output release
 cp --recursive reviewer/release coordinator
-printf '%s\n' "FOLDER=$PWD/coordinator" "MODEL=$MODEL" > .env
+printf '%s\n' "FOLDER=$PWD/coordinator" "MODEL=$MODEL" "TORCH_INDEX=$TORCH_INDEX" > .env
 docker compose up --detach --wait superlink superexec proxy
 for name in court consultation; do
     cp coordinator/for-institutions/* reviewer/trusted.yaml "$name"
