@@ -1,6 +1,5 @@
 """``chambers convert``, ``merge`` and ``export``: write what other programs can load."""
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -9,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from chambers.disk_space import find_existing
 from chambers.errors import CommandError, interrupt_at_end
 from chambers.settings import count_clients
 from chambers.sources import (
@@ -17,6 +15,7 @@ from chambers.sources import (
     AdapterOptions,
     RunFolder,
     argument,
+    check_new_folder,
     find_run,
     option,
     trained_on,
@@ -60,8 +59,7 @@ class Convert:
         """Convert the checkpoint."""
         interrupt_at_end()  # so that an unfinished checkpoint is removed
         target = self.target
-        if target.exists():
-            raise CommandError(f"{target} exists; name a folder that doesn't")
+        check_new_folder(target)
         folder = Path(self.source).expanduser()
         if not folder.is_dir() and self.source.startswith(("/", "~", ".")):
             raise CommandError(f"there is no folder {self.source}")
@@ -114,13 +112,7 @@ class Merge:
     def __call__(self) -> int:
         """Write the merged model."""
         interrupt_at_end()
-        if self.folder.exists():
-            raise CommandError(f"{self.folder} exists; name a folder that doesn't")
-        if any(parent.is_file() for parent in self.folder.absolute().parents):
-            raise CommandError(f"{self.folder} can't be written: a folder above it is a file")
-        above = find_existing(self.folder.absolute().parent)
-        if not os.access(above, os.W_OK):
-            raise CommandError(f"{self.folder} can't be written: no permission in {above}")
+        check_new_folder(self.folder)
         options = AdapterOptions(adapter=self.adapter, model=self.model)
         options.check_folders()
         adapter = read_adapter(self.adapter)
@@ -196,8 +188,7 @@ class Export:
     def __call__(self) -> int:
         """Write the adapter."""
         interrupt_at_end()
-        if self.folder.exists():
-            raise CommandError(f"{self.folder} exists; name a folder that doesn't")
+        check_new_folder(self.folder)
         options = AdapterOptions(adapter=self.adapter, model=self.model)
         options.check_folders()
         adapter = read_adapter(self.adapter)

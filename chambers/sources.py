@@ -75,6 +75,16 @@ def check_output(file: Path) -> None:
         raise CommandError(f"--output {file} can't be written: {error.strerror}") from error
 
 
+def check_new_folder(folder: Path) -> None:
+    """Raise ``CommandError`` if a folder exists, or can't be created."""
+    if folder.exists():
+        raise CommandError(f"{folder} exists; name a folder that doesn't")
+    above = next(each for each in folder.absolute().parents if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        reason = "no permission" if above.is_dir() else "not a folder"
+        raise CommandError(f"{folder} can't be created in {above}: {reason}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseModelOptions:
     """Options of all commands that load a base model."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from chambers.errors import CommandError
-from chambers.sources import argument, count, option
+from chambers.sources import argument, check_new_folder, count, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,7 @@ class Make:
     def __call__(self) -> int:
         """Create the sheets."""
         folder = self.output
-        if folder.exists():
-            raise CommandError(f"--output {folder} exists; name a folder that doesn't")
+        check_new_folder(folder)
         from chambers.sheet.answers import read_answers
         from chambers.sheet.blinding import blind, to_page, to_table
         from finetuning.files import replacing, write_secret

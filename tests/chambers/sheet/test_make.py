@@ -158,13 +158,14 @@ def test_answers_that_do_not_belong_together_are_refused(tmp_path, capsys, secon
     ("words", "reason"),
     [
         (("answers.jsonl",), "answers.jsonl: must be MODEL=FILE.jsonl"),
-        (("a=x", "a=y"), "a is named twice"),
+        (("a=x", " a=y"), "a is named twice"),
+        (("a=x", "--output", "/dev/null/x"), "/dev/null/x can't be created in /dev/null: not a"),
         (("a=/nowhere",), "/nowhere is not a file"),
         (("a=x", "--annotators", "0"), "'--annotators': 0 is not in the range"),
     ],
 )
 def test_invalid_arguments_are_refused(tmp_path, capsys, words, reason):
-    assert reason in refused(capsys, "sheet", "make", *words, "--output", tmp_path / "study")
+    assert reason in refused(capsys, "sheet", "make", "--output", tmp_path / "study", *words)
 
 
 def test_the_name_of_a_model_in_an_answer_is_pointed_out(tmp_path, capsys):
