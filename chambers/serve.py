@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Mapping
@@ -251,5 +252,9 @@ class Stage:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
         try:
             serve_stage(self.listen, self.key)
+        except ssl.SSLError as error:
+            raise CommandError(
+                f"--key {self.key}: no private key with its certificate in PEM format: {error}"
+            ) from error
         except ValueError as error:
             raise CommandError(f"--listen {self.listen}: {error}") from error

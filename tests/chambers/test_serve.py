@@ -283,3 +283,9 @@ def test_a_folder_for_invitations_that_is_a_file_is_refused(run_folder, tmp_path
     refusal = refused(capsys, "serve", run_folder, "--invitations", tmp_path / "file")
     assert "can't be written" in refusal
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_without_a_key_is_refused(tmp_path, capsys):
+    (tmp_path / "key").write_text("a secret\n")
+    reason = refused(capsys, "stage", "--listen", "127.0.0.1:0", "--key", tmp_path / "key")
+    assert reason.startswith(f"--key {tmp_path / 'key'}: no private key")
