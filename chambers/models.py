@@ -13,7 +13,13 @@ from pydantic import ValidationError
 from chambers.errors import CommandError, first_problem, read_bytes
 from chambers.lane_model import LaneModel, explain_lane_error
 from chambers.model_source import NO_LIMIT, ModelSource
-from chambers.sources import AdapterOptions, find_run, refuse_other_base, split_adapter
+from chambers.sources import (
+    AdapterOptions,
+    absolute_name,
+    find_run,
+    refuse_other_base,
+    split_adapter,
+)
 from finetuning.adapters.adapter import attach_adapter, load_adapter
 from finetuning.adapters.saved import SavedAdapter, read_adapter
 from finetuning.data.formats import format_of
@@ -163,7 +169,7 @@ def find_draft(name: str | None, tokenizer: Any, sources: Collection[ModelSource
         settings["row_drafts"] = _row_drafts(Path(name), tokenizer, next(iter(sources)))
     if name == "prompt" or "row_drafts" in settings:
         return Draft(settings, room=MAX_DRAFTED)
-    small = load_base_model(ModelSettings(name=name))
+    small = load_base_model(ModelSettings(name=absolute_name(name)))
     if load_tokenizer(small.directory).get_vocab() != tokenizer.get_vocab():
         raise CommandError(f"--draft {name}: its tokenizer is not that of the model")
     own, other = (m.get_input_embeddings().num_embeddings for m in (small.model, base))

@@ -144,11 +144,8 @@ class AdapterOptions(BaseModelOptions):
         # Skip folders that exist only at another party: the adapter may name one on this machine.
         name = next((name for name in names if not _is_missing(name)), names[0])
         _check_base_model(name)
-        here = Path(name).expanduser()
-        if name not in BUILT_IN and here.exists():
-            name = os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
         return ModelSettings(
-            name=name,
+            name=absolute_name(name),
             dtype=self.dtype or config.get("model.dtype", "auto"),
             quantization=self.quantization or trained_on(adapter, run) or "none",
         )
@@ -236,6 +233,14 @@ def split_adapter(adapter: SavedAdapter, partition: "Partition") -> "dict[PartyN
         raise CommandError(
             f"the adapter in {adapter.directory} is not for this base model: {error}"
         ) from error
+
+
+def absolute_name(name: str) -> str:
+    """Return the absolute path of a base model's folder or file; return other names unchanged."""
+    here = Path(name).expanduser()
+    if name in BUILT_IN or not here.exists():
+        return name
+    return os.path.abspath(here)  # noqa: PTH100 - resolving would undo links of hub caches
 
 
 def _is_missing(name: str) -> bool:

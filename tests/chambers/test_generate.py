@@ -160,7 +160,7 @@ def test_drafts_do_not_change_greedy_answers(run_folder, base, served, tmp_path,
     assert "answers.jsonl:1" in refused(capsys, *words, "--draft", answers)
 
 
-def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys):
+def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
     shutil.copytree(base, other)
     tokens = json.loads((other / "tokenizer.json").read_text())
@@ -181,7 +181,8 @@ def test_a_draft_needs_the_tokenizer_of_the_model(base, tmp_path, capsys):
     AutoModelForCausalLM.from_config(MambaConfig.from_pretrained(other)).save_pretrained(other)
     for file in base.glob("tokenizer*"):
         shutil.copy(file, other)
-    refusal = refused(capsys, "generate", "--model", base, "--draft", other, *QUESTIONS)
+    monkeypatch.chdir(tmp_path)
+    refusal = refused(capsys, "generate", "--model", base, "--draft", other.name, *QUESTIONS)
     assert "its recurrent layers can't take back tokens" in refusal
 
 
