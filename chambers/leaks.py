@@ -38,7 +38,7 @@ class LeakTest(BaseModelOptions):
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
     adapter: Annotated[Path, argument("ADAPTER")]
-    data: Annotated[Path, option("Folder, or file, with the rows.", "FOLDER")]
+    data: Annotated[Path, option("Folder with the rows.", "FOLDER")]
     task: Annotated[str | None, option(_TASK, "TASK")] = None
     columns: Annotated[str | None, option(_COLUMNS, "NAME=COLUMN,…")] = None
     rows: Annotated[int, count("Use at most N rows of each kind; default 200.")] = 200

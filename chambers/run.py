@@ -38,6 +38,8 @@ class Run:
         from federation.run_config import parse_run_config
 
         named = Path(self.settings[0]).is_dir()
+        if not self.settings[named:]:
+            raise CommandError("no settings are named: add FILE.toml, such as run.toml")
         folder = Path(self.settings[0] if named else ".").absolute()
         values = read_settings(self.settings[named:])
         parse_run_config(values)

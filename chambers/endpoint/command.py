@@ -89,9 +89,9 @@ class Api(ModelsOptions):
     logged or written to disk.
     """  # noqa: D301 - click's mark for lines that are not to be wrapped
 
-    listen: Annotated[str, option("Address to listen on; default 127.0.0.1:8000.", "HOST:PORT")] = (
-        "127.0.0.1:8000"
-    )
+    listen: Annotated[
+        str, option("Address to listen on; default 127.0.0.1:8000.", "IP_ADDRESS:PORT")
+    ] = "127.0.0.1:8000"
     key_file: Annotated[
         Path | None, option("File with the API key that requests must send.", "FILE")
     ] = None

@@ -1,4 +1,4 @@
-"""Files that can't be read or written end a command with the file and the reason."""
+"""Commands end with the reason if files can't be read or written, or settings are missing."""
 
 import pytest
 
@@ -28,3 +28,7 @@ def test_a_full_disk(capsys, small_disk):
     fill(small_disk)
     reason = refused(capsys, "site", "coordinator", "localhost", "--folder", str(small_disk))
     assert reason == f"no space is left on the disk of {small_disk}: free some space\n"
+
+
+def test_a_deployment_is_not_run_with_defaults_alone(capsys, tmp_path):
+    assert "no settings are named" in refused(capsys, "run", tmp_path)
