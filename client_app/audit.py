@@ -41,7 +41,7 @@ class AuditLog:
 
     If logrotate moves the file, ``NAME.1``, ``NAME-20261231`` and so on in the same folder are its
     beginning. If one of them is compressed, and so can't be read, reading the log raises
-    ``AuditError``: otherwise, the numbers of lines and a policy's limits could begin anew.
+    ``AuditError``: otherwise, lines would be numbered, and limits computed, without it.
     """
 
     path: Path

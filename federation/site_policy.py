@@ -294,7 +294,7 @@ class SitePolicy(Table):
 
 
 def read_table(path: Path, kind: type[_T], what: str) -> _T:
-    """Read a site's TOML file, of which error messages say ``what`` it is.
+    """Read a site's TOML file; ``what`` describes it in error messages.
 
     Raise ``PolicyError``, which names the file and the key, if the file is missing or malformed.
     """

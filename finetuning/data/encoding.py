@@ -88,7 +88,7 @@ def without_guard(tokenizer: Any, guard: str) -> Any:
 def _encode_pieces(
     conversations: Sequence[RenderedConversation], tokenizer: Any
 ) -> list[EncodedConversation]:
-    """Tokenize separately what each index of a span divides."""
+    """Tokenize each piece of text between the indices of spans separately."""
     bounds = [[0, *chain(*c.spans), len(c.text)] for c in conversations]
     pieces = [
         c.text[start:end]

@@ -50,12 +50,12 @@ class WaitBudget:
             )
 
     def restart(self, client: str) -> None:
-        """Note that a client has sent what it was waited for, so that ``end_late`` counts anew."""
+        """Note that a client has sent a frame; ``end_late`` measures its delay from now."""
         if client in self._awaited:
             self._awaited[client] = time.monotonic()
 
     def end_late(self, gather_timeout: float) -> None:
-        """End the lanes of clients that others have waited for without a break for too long."""
+        """End the lanes of clients that others have waited ``gather_timeout`` seconds for."""
         now = time.monotonic()
         for client, since in self._awaited.items():
             if now - since >= gather_timeout:
