@@ -1,5 +1,6 @@
 """``chambers generate``: generate text with a whole or a split model."""
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -103,8 +104,8 @@ class Generate(AdapterOptions):
 
     def _check(self) -> None:
         """Refuse invalid options, and files and folders that don't exist."""
-        if not self.temperature >= 0:
-            raise CommandError(f"--temperature {self.temperature:g}: must be 0 or more")
+        if not 0 <= self.temperature < math.inf:
+            raise CommandError(f"--temperature {self.temperature:g}: must be 0 or more, and finite")
         if not 0 < self.top_p <= 1:
             raise CommandError(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
         if self.file and self.prompts:

@@ -20,8 +20,8 @@ from client_app.state import ClientState
 from federation.authentication import AuthenticationError, SignedInstruction, read_public_key
 from federation.messages import Instruction, InstructionError
 from federation.run_config import RunConfig, Scalar
-from federation.site_file import VARIABLE, own_settings
-from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy, read_policy
+from federation.site_file import VARIABLE, own_settings, read_own_policy
+from federation.site_policy import PolicyError, PrivacyPolicy, SitePolicy
 from finetuning.adapters.model_card import licence_of
 from finetuning.model.names import public_name
 
@@ -257,7 +257,7 @@ def _policy_of(node: Mapping[str, Scalar], context: Context) -> SitePolicy | Non
                 "docs/policy.md",
             )
         return None
-    return read_policy(str(path))
+    return read_own_policy(str(path))
 
 
 def _is_deployed() -> bool:

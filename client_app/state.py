@@ -83,7 +83,9 @@ class ClientState:
         return dict(load_file(self._round(max(known)) / file)) if known else None
 
     def _rounds(self) -> list[int]:
-        return [int(path.name.removeprefix("round-")) for path in self.directory.glob("round-*")]
+        # Other names, such as those of copies made by hand, are not rounds.
+        names = (path.name for path in self.directory.glob("round-*"))
+        return [int(name[6:]) for name in names if name[6:].isdecimal()]
 
     def _round(self, number: int) -> Path:
         return self.directory / f"round-{number:04d}"

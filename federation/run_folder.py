@@ -206,6 +206,7 @@ def _parse(line: bytes, where: str) -> Event:
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, oldest first."""
     files = (directory / CHECKPOINTS).glob("round-*.safetensors")
+    files = (file for file in files if file.stem[6:].isdecimal())  # not "round-0002 (copy)"
     # Sort by number: as text, round-10000 would come before round-9999.
     return sorted(files, key=lambda file: int(file.stem.removeprefix("round-")))
 

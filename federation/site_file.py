@@ -13,7 +13,14 @@ from pydantic import Field, PositiveInt, field_validator
 
 from federation.names import RULE, is_name
 from federation.run_config import Scalar
-from federation.site_policy import AbsolutePath, PolicyError, Table, read_table
+from federation.site_policy import (
+    AbsolutePath,
+    PolicyError,
+    SitePolicy,
+    Table,
+    read_policy,
+    read_table,
+)
 
 VARIABLE = "CHAMBERS_SITE"
 
@@ -57,11 +64,23 @@ def read_site_file(path: Path) -> SiteFile:
     """
     if not path.is_absolute():
         raise PolicyError(f"{VARIABLE} = {str(path)!r} must be an absolute path")
-    _refuse_foreign(path)
+    refuse_foreign(path)
     site = read_table(path, SiteFile, "the site file")
     if site.policy:
-        _refuse_foreign(Path(site.policy))
+        refuse_foreign(Path(site.policy))
     return site
+
+
+def read_own_policy(path: str) -> SitePolicy:
+    """Read the policy of this institution.
+
+    Raise ``PolicyError`` as `read_policy` does, and if other users can change a file with public
+    keys, whose owners' instructions or lists of groups the institution obeys.
+    """
+    policy = read_policy(path)
+    for file in filter(None, (policy.instruction_key, policy.sums.reviewers)):
+        refuse_foreign(Path(file))
+    return policy
 
 
 def own_settings(node: Mapping[str, Scalar], deployed: bool) -> dict[str, Scalar]:
@@ -82,7 +101,7 @@ def own_settings(node: Mapping[str, Scalar], deployed: bool) -> dict[str, Scalar
     return dict(node)
 
 
-def _refuse_foreign(path: Path) -> None:
+def refuse_foreign(path: Path) -> None:
     """Raise ``PolicyError`` if other users can change a file, or replace it in its folder."""
     for each in (path, path.parent):
         try:

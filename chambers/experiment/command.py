@@ -117,6 +117,12 @@ class Experimenting:
             run: self._check_settings(run.settings, f"arms.{run.arm}", run.clients)
             for run in runs_of(experiment, size, clients)
         }
+        for run, config in runs.items():
+            if experiment.arms[run.arm].personalised and config.sums.enabled:
+                raise CommandError(
+                    f"{self.file}: arms.{run.arm}: personalised = true is not for sums.enabled = "
+                    "true, with which the clients keep their adapters"
+                )
         groups = {
             (variant, seed): groups_of(config, variant, seed, experiment.questions)
             for variant, config in configs.items()

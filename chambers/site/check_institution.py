@@ -30,7 +30,13 @@ from client_app.masked_sums import membership
 from client_app.privacy_account import PrivacyAccount
 from client_app.worker_socket import WorkerError, connected_worker
 from federation.authentication import read_public_key
-from federation.site_file import VARIABLE, SiteFile, read_site_file
+from federation.site_file import (
+    VARIABLE,
+    SiteFile,
+    read_own_policy,
+    read_site_file,
+    refuse_foreign,
+)
 from federation.site_policy import read_policy
 from federation.sums.members import read_reviewers
 from finetuning.data.files import find_parts, list_names
@@ -115,6 +121,7 @@ def _online(folder: Path) -> str:
 def _trusted(file: Path) -> str:
     """Check the keys of trusted reviewers, whose signatures of releases are accepted."""
     keys = read_reviewers(file)
+    refuse_foreign(file)
     if not keys:
         raise CommandError(
             f"{file} names no key: the SuperNode refuses to start if the file is empty, and runs "
@@ -143,7 +150,7 @@ def _policy(file: str, site: Path) -> str:
     """Check the policy, and that the audit log and the privacy account can be written."""
     if not file:
         raise CommandError(f"{site} names no policy, so the coordinator can request anything")
-    policy = read_policy(file)
+    policy = read_own_policy(file)
     key, privacy = policy.instruction_key, policy.privacy
     if policy.not_after and policy.not_after < datetime.now(UTC).date():
         raise CommandError(f"{file}: the policy ended on {policy.not_after} (not-after)")

@@ -132,7 +132,8 @@ def _is_of(entry: Path, part: str) -> bool:
     """Return whether a file, or a folder with files of rows, belongs to a part."""
     if entry.is_dir():
         return _stem(entry) == part and bool(_rows_in(entry))
-    return bool(re.match(rf"{part}(?![^\W\d_])", _stem(entry))) and format_of(entry) is not None
+    name = "val(idation)?" if part == "val" else part  # the longer name is usual on the Hub
+    return bool(re.match(rf"{name}(?![^\W\d_])", _stem(entry))) and format_of(entry) is not None
 
 
 def _stem(entry: Path) -> str:

@@ -55,14 +55,19 @@ def number_of(row: Mapping[str, Any], key: str) -> int:
 
 
 def label_of(row: Mapping[str, Any], names: Mapping[Any, str]) -> str:
-    """Return the answer that a row's label stands for; ``names`` maps labels to answers."""
-    if "label" not in row:
+    """Return the answer that a row's label stands for.
+
+    ``names`` maps labels, in the order of their numbers on the Hugging Face Hub, to answers. A
+    label may also be such a number and, as in CSV, text.
+    """
+    label = row.get("label")
+    if label is None or label == -1:  # -1 on the Hub
         raise DataError("has no 'label' (SuperGLUE's test parts are published without labels)")
-    label = row["label"]
-    for known, name in names.items():
-        # In CSV, labels are text. Otherwise, compare types too, because True equals 1.
-        if isinstance(label, str) and label.strip().lower() == str(known).lower():
-            return name
-        if type(known) is type(label) and known == label:
-            return name
+    text = str(label).strip().lower()
+    if isinstance(label, str | bool):
+        for known, name in names.items():
+            if text == str(known).lower():
+                return name
+    if not isinstance(label, bool) and text.isdecimal() and int(text) < len(names):
+        return [*names.values()][int(text)]
     raise DataError(f"'label' must be {' or '.join(map(repr, names))}")

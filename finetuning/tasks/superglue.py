@@ -1,7 +1,8 @@
 """SuperGLUE's eight tasks as cloze questions (FL-GLM appendix B, table 7).
 
-Rows have the official JSON Lines format. If the table's blank is in mid-sentence, the answer is
-moved to the end, because a causal model cannot use the text after the blank.
+Rows have the official JSON Lines format or, except those of MultiRC and ReCoRD, the layout of the
+Hugging Face Hub. If the table's blank is in mid-sentence, the answer is moved to the end, because a
+causal model cannot use the text after the blank.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from finetuning.data.formats import DataError
 from finetuning.tasks.question import Question, as_object, label_of, list_of, number_of, text_of
 
 _YES_NO = ("yes", "no")
-_TRUE_FALSE = {True: "yes", False: "no"}
+_TRUE_FALSE = {False: "no", True: "yes"}
 
 
 def boolq(origin: str, row: Mapping[str, Any]) -> list[Question]:
@@ -59,7 +60,7 @@ def wic(origin: str, row: Mapping[str, Any]) -> list[Question]:
 
 def wsc(origin: str, row: Mapping[str, Any]) -> list[Question]:
     """Convert a row of WSC; the row's noun, right or wrong, is the first candidate."""
-    target = as_object(row.get("target"), "'target'")
+    target = as_object(row.get("target", row), "'target'")  # part of the row on the Hub
     noun, pronoun = text_of(target, "span1_text"), text_of(target, "span2_text")
     text, words = text_of(row, "text"), text_of(row, "text").split()
     first = number_of(target, "span2_index")
@@ -99,7 +100,7 @@ def multirc(origin: str, row: Mapping[str, Any]) -> list[Question]:
             if answer.get("text") == "":  # as in three options of the published training set
                 continue
             prompt = f"{text} Question: {question} Is it {text_of(answer, 'text')}?"
-            right = (label_of(answer, {1: "yes", 0: "no"}),)
+            right = (label_of(answer, {0: "no", 1: "yes"}),)
             group = f"{origin} {number}"
             questions.append(Question(origin, prompt, right, _YES_NO, group))
     if not questions:

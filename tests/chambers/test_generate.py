@@ -267,6 +267,7 @@ def test_prefixes_work_whole_and_split(prefix_run, base, tmp_path, capsys):
         (("--output", "/nowhere/there.jsonl"), "there is no folder /nowhere"),
         (("--batch-size", "0"), "'--batch-size': 0 is not in the range"),
         (("--temperature", "-1"), "--temperature -1"),
+        (("--temperature", "inf"), "--temperature inf"),
         (("--top-p", "2"), "--top-p 2"),
         (("--model", "tiny", " "), "a prompt is empty"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from federation.messages import CONFIG
-from federation.site_file import VARIABLE, own_settings, read_site_file
+from federation.site_file import VARIABLE, own_settings, read_own_policy, read_site_file
 from federation.site_policy import PolicyError, read_policy
 from tests.site_files import write_site
 
@@ -58,6 +58,17 @@ def test_a_file_that_any_user_can_change_is_refused(file, which, mode):
     with pytest.raises(PolicyError, match="other users can change") as error:
         read_site_file(file)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("table", ["", "[sums]\nmembers = '/m'\nkey = '/k'\n"])
+def test_a_policy_whose_keys_any_user_can_change_is_refused(tmp_path, table):
+    policy, key = tmp_path / "policy.toml", tmp_path / "keys.pub"
+    policy.write_text(f"{table}{'reviewers' if table else 'instruction-key'} = '{key}'\n")
+    key.touch(mode=0o644)
+    assert read_own_policy(str(policy)) == read_policy(str(policy))
+    key.chmod(0o646)
+    with pytest.raises(PolicyError, match=f"other users can change {key}"):
+        read_own_policy(str(policy))
 
 
 def test_the_sticky_bit_lets_only_owners_replace_files(file):

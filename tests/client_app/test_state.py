@@ -13,6 +13,7 @@ def test_the_last_two_rounds_with_the_client_are_kept(tmp_path):
         state.forget_from(number)
         value = {"weight": torch.full((2,), float(number))}
         state.save(number, value, value)
+    (state.directory / "round-0002.bak").mkdir()
     state.forget_from(3)
     assert state.optimizer(2)["weight"].tolist() == [1.0, 1.0]
     for number in (3, 4):

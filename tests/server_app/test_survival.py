@@ -190,8 +190,8 @@ def test_a_folder_whose_removal_was_interrupted_is_not_there(tmp_path, monkeypat
 
 
 def test_checkpoints_are_in_the_order_of_their_rounds(tmp_path):
-    for number in (10_000, 9_999, 2):
-        file = tmp_path / "checkpoints" / f"round-{number:04d}.safetensors"
+    for number in ("10000", "9999", "0002", "0002 (copy)"):
+        file = tmp_path / "checkpoints" / f"round-{number}.safetensors"
         file.parent.mkdir(exist_ok=True)
         file.touch()
     names = [file.stem for file in checkpoint_files(tmp_path)]

@@ -265,6 +265,8 @@ def test_trusted_entities(capsys, site):
         assert "names no key" in at_institution(capsys, site, 1)
     site.trusted.write_text(f"fpk_node: {(site.court / 'node.pub').read_text()}")
     assert "fpk_node is not an Ed25519 key" in at_institution(capsys, site, 1)
+    site.trusted.chmod(0o646)
+    assert f"other users can change {site.trusted}" in at_institution(capsys, site, 1)
 
 
 def test_policy(capsys, site):

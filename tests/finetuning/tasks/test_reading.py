@@ -5,7 +5,9 @@ import csv
 from typing import get_args
 
 import pytest
+from datasets import Dataset
 
+from finetuning.data.files import find_part
 from finetuning.data.formats import DataError
 from finetuning.settings import DataSettings
 from finetuning.tasks.reading import read_questions, read_task_rows
@@ -75,6 +77,24 @@ def test_labels_of_a_table_are_text(name, label, answer, tmp_path):
     assert question.answers == (answer,)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "answer"),
+    [
+        ("boolq", {"label": 0}, "no"),
+        ("cb", {"label": 1}, "no"),
+        ("rte", {"label": 0}, "yes"),
+        ("copa", {"label": 0}, "He ran"),
+        ("wic", {"label": 1}, "yes"),
+        ("wsc", {"label": 1, "span2_index": 4, "span1_text": "Ada", "span2_text": "she"}, "Ada"),
+    ],
+)
+def test_rows_of_the_hub_have_numbers_as_labels(name, row, answer, tmp_path):
+    rows = [{key: value for key, value in ROWS[name].items() if key != "target"} | row]
+    Dataset.from_list(rows).to_parquet(tmp_path / "validation-00000-of-00001.parquet")
+    (question,) = read_questions(find_part(tmp_path, TASKS[name].held_out), TASKS[name])
+    assert question.answers == (answer,)
+
+
 def test_a_passage_of_multirc_has_questions_and_answers(write):
     row = copy.deepcopy(ROWS["multirc"])
     answers = row["passage"]["questions"][0]["answers"]
@@ -129,18 +149,19 @@ EMPTY = {"passage": {"text": "The court.", "questions": [_ASKED]}}
     [
         ("boolq", ["a"], "a row must be an object, found list"),
         ("boolq", without("boolq", "label"), "has no 'label' .SuperGLUE's test parts"),
-        ("boolq", ROWS["boolq"] | {"label": 1}, "'label' must be True or False"),
+        ("boolq", ROWS["boolq"] | {"label": -1}, "has no 'label' .SuperGLUE's test parts"),
+        ("boolq", ROWS["boolq"] | {"label": 2}, "'label' must be False or True"),
         ("boolq", ROWS["boolq"] | {"passage": " "}, "needs text in 'passage'"),
         (
             "boolq",
             ROWS["boolq"] | {"passage": "\ud83d"},
             "'passage' has a lone surrogate at character 1",
         ),
-        ("cb", ROWS["cb"] | {"label": 0}, "'entailment' or 'contradiction' or 'neutral'"),
+        ("cb", ROWS["cb"] | {"label": 3}, "'entailment' or 'contradiction' or 'neutral'"),
         ("copa", ROWS["copa"] | {"label": 2}, "'label' must be 0 or 1"),
         ("copa", ROWS["copa"] | {"label": True}, "'label' must be 0 or 1"),
         ("copa", ROWS["copa"] | {"question": "why"}, "'cause' or 'effect'"),
-        ("wsc", without("wsc", "target"), "'target' must be an object, found NoneType"),
+        ("wsc", ROWS["wsc"] | {"target": 1}, "'target' must be an object, found int"),
         ("wsc", without("wsc", "target", "span2_index"), "whole number in 'span2_index'"),
         ("wsc", ROWS["wsc"] | {"text": "she"}, "'span2_index' is not within 'text'"),
         ("multirc", without("multirc", "passage", "questions"), "needs a list in 'questions'"),
