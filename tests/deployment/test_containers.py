@@ -16,13 +16,14 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 INSTITUTIONS = ("court", "consultation")
+PARTIES = ("coordinator", *INSTITUTIONS)
 SECONDS = 600.0
 # The SuperLink's port has no authentication; see docker/coordinator.yml.
 CONNECT = "import socket; socket.create_connection(('198.51.100.2', 8000), timeout=5)"
 
 
 class Containers:
-    """The containers of ``docker/compose.yml``.
+    """The containers that ``docker/trial.sh`` starts, with a project of Compose for each party.
 
     Attributes:
         engine: The container engine.
@@ -33,16 +34,16 @@ class Containers:
     def __init__(self, engine, folder):
         self.engine, self.folder = engine, folder
 
-    def compose(self, *words):
-        return self.engine.docker("compose", *words, folder=self.folder)
+    def compose(self, party, *words):
+        return self.engine.docker("compose", "--project-name", f"chambers-{party}", *words)
 
     def ids(self):
         """Return the ids of the services' containers, including those that have ended."""
         label = "com.docker.compose"
         words = ("--all", "--filter", f"label={label}.oneoff=False")
-        shown = f'{{{{.Label "{label}.service"}}}} {{{{.ID}}}}'
+        shown = f'{{{{.Label "{label}.project"}}}}-{{{{.Label "{label}.service"}}}} {{{{.ID}}}}'
         listing = self.engine.docker("ps", *words, "--format", shown)
-        return dict(line.split() for line in listing.splitlines())
+        return dict(line.removeprefix("chambers-").split() for line in listing.splitlines())
 
     def state(self, name):
         return json.loads(self.engine.docker("inspect", "--format", "{{json .State}}", name))
@@ -51,7 +52,8 @@ class Containers:
         """Run ``chambers`` in the coordinator's folder, as docs/deployment.md describes."""
         mount = ("--volume", f"{self.folder}/coordinator:/srv/chambers")
         command = ("--entrypoint", "chambers", "superexec", *words)
-        return self.compose("run", "--rm", "--no-TTY", *mount, *command)
+        options = ("--file", "coordinator.yml", "run", "--rm", "--no-TTY", *mount)
+        return self.engine.docker("compose", *options, *command, folder=self.folder)
 
     def wait_until_ready(self):
         """Wait until all containers are healthy, the proxy answers, and SuperNodes are online."""
@@ -78,7 +80,8 @@ class Containers:
             policy.write_text(policy.read_text().replace("allowed = false", "allowed = true"))
 
     def seen(self):
-        return self.compose("ps", "--all") + self.compose("logs", "--tail", "10")
+        asked = [("ps", "--all"), ("logs", "--tail", "10")]
+        return "".join(self.compose(party, *words) for party in PARTIES for words in asked)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,8 @@ def containers(engine, checkout):
     engine.run("docker/trial.sh", folder=checkout, variables={"MODEL": str(model)})
     containers = Containers(engine, docker)
     yield containers
-    containers.compose("down", "--timeout", "1")
+    for party in PARTIES:
+        containers.compose(party, "down", "--timeout", "1")
 
 
 def test_each_method_runs_and_the_engine_restarts(containers):
@@ -138,7 +142,9 @@ def test_each_method_runs_and_the_engine_restarts(containers):
 
 
 @pytest.mark.parametrize(
-    "service", ["superlink", "superexec", "proxy", "court-supernode", "court-superexec"]
+    "service",
+    [f"coordinator-{name}" for name in ("superlink", "superexec", "proxy")]
+    + ["court-supernode", "court-superexec"],
 )
 def test_a_program_that_ends_alone_returns(containers, service):
     containers.wait_until_ready()
@@ -153,10 +159,10 @@ def test_only_its_companions_reach_the_superlink(containers):
     """Neither do users of the machine, nor other containers."""
     containers.wait_until_ready()
     words = ("python", "-c", CONNECT)
-    containers.compose("exec", "--no-TTY", "superexec", *words)
+    ids = containers.ids()
+    containers.engine.docker("exec", ids["coordinator-superexec"], *words)
     assert "OSError" in containers.engine.run(*words, status=1)
-    service = ("exec", "--no-TTY", "court-superexec", *words)
-    said = containers.engine.run("docker", "compose", *service, folder=containers.folder, status=1)
+    said = containers.engine.run("docker", "exec", ids["court-superexec"], *words, status=1)
     assert "Error" in said
 
 
