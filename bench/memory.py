@@ -8,18 +8,21 @@ micro-batch's logits.
 *Server.* Fresh processes serve one lane and eight lanes, with the hierarchical schedule and an
 activation budget for two micro-batches. The clients are threads of another process.
 
-Everything is measured with glibc's *default* settings, and again *mapped*: each block of 1 MiB or
-more is mapped separately, and all threads share two heaps.
+Everything is measured with glibc's allocator and, as `chambers` starts programs where it is
+installed, tcmalloc.
 """
 
 import gc
 import os
+import sys
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,6 +39,7 @@ from bench.job import (
     random_job,
 )
 from bench.parties import BenchServer, Training
+from chambers.allocator import allocator_variables
 from split.protocol.tickets import Invitation
 from split.settings import SplitSettings
 
@@ -44,13 +48,9 @@ _SERVER = Shape(hidden=1024, blocks=8, vocabulary=1000, micro_batches=2)
 _MINIATURE = Shape(hidden=64, blocks=3, vocabulary=64, rows=1, columns=8, micro_batches=1)
 _LANES = 8
 _ROOM = 2  # number of micro-batches within the activation budget
-_STEPS = 2
+_STEPS = 4
 _TARGETS_AT_ONCE = 256  # number of targets in a micro-batch; their logits are one chunk
-# Environment variables, keyed by the allocator's name in the tables.
-_ALLOCATORS = {
-    "default": {},
-    "mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "2"},
-}
+_TURNS = 5  # in which CPU times are measured
 
 
 class Memory:
@@ -115,8 +115,8 @@ class SavedTensors:
 
 def measure_client(
     split: SplitSettings, job: TrainingJob, invitation: Invitation
-) -> dict[str, int]:
-    """Train a client, and return byte counts by name."""
+) -> dict[str, float]:
+    """Train a client; return byte counts by name, and the CPU seconds of a step."""
     memory = Memory()
     ends = load_client_parts(job, split)
     loading = memory.peak()
@@ -125,14 +125,18 @@ def measure_client(
     with open_model(ends, invitation, job, split) as model:
         join_round(model, job)
         course = Course(job, model, model.parameters)
-        course.train(job.steps - 1)
+        course.train(1)  # the first step is slower
+        began = time.process_time()
+        course.train(job.steps - 2)
+        cpu = (time.process_time() - began) / (job.steps - 2)
         peak = memory.peak()
         saved = SavedTensors(tensors)
         with saved.counting():
             course.train(1)
         model.end()
     layers = bytes_of(tensors + buffers)
-    return {"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak}
+    sizes = {"layers": layers, "activations": saved.peak, "loading": loading, "peak": peak}
+    return sizes | {"cpu": cpu}
 
 
 class MeasuredServer:
@@ -154,8 +158,8 @@ class MeasuredServer:
         return self._bytes | {"peak": self._memory.peak()}
 
 
-def client_memory(job: TrainingJob, miniature: TrainingJob, cores: set[int]) -> dict[str, int]:
-    """Run a client and the servers that it needs; return the client's byte counts by name."""
+def client_memory(job: TrainingJob, miniature: TrainingJob, cores: set[int]) -> dict[str, float]:
+    """Run a client and the servers that it needs; return what ``measure_client`` returns."""
     split = SplitSettings(frame_timeout=600.0)
     with BoundProcess(cores, copy, split) as client:
         for each in (miniature, job):
@@ -183,36 +187,57 @@ def server_memory(
     return measured
 
 
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, which new processes inherit, and remove them again."""
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
 def main() -> None:
     """Measure a client, and the server with one lane and with eight, for both allocators."""
     command(__doc__).parse_args()
     cores = os.sched_getaffinity(0)
+    allocators = {"glibc": {}, "tcmalloc": allocator_variables()}
+    if not allocators["tcmalloc"]:
+        sys.exit("tcmalloc isn't installed (Debian: libtcmalloc-minimal4), or LD_PRELOAD is set")
     clients = make_table(
         *("", "own layers", "activations", "a part of the logits", "peak of loading", "peak"),
-        *("loading ÷ layers", "peak ÷ (layers + activations + logits)"),
+        *("loading ÷ layers", "peak ÷ (layers + activations + logits)", "CPU s of a step"),
     )
     servers = make_table("", "lanes", "frozen layers", "peak of loading", "peak", "÷ 1 lane")
-    logits = _TARGETS_AT_ONCE * _CLIENT.vocabulary * 4
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in allocators}
     with ExitStack() as stack:
         miniature, client, server = (
             stack.enter_context(random_job(shape, _STEPS))
             for shape in (_MINIATURE, _CLIENT, _SERVER)
         )
-        for name, variables in _ALLOCATORS.items():
-            os.environ |= variables  # processes inherit these variables
-            own = client_memory(client, miniature, cores) | {"logits": logits}
-            keys = ("layers", "activations", "logits", "loading", "peak")
-            ratio = own["peak"] / (own["layers"] + own["activations"] + logits)
-            cells = [f"{own[key] / 1e6:.1f}" for key in keys]
-            cells += [f"{own['loading'] / own['layers']:.3f}", f"{ratio:.3f}"]
-            clients.add_row(name, *cells)
-            both = {lanes: server_memory(server, miniature, cores, lanes) for lanes in (1, _LANES)}
-            for lanes, own in both.items():
-                cells = [f"{own[key] / 1e6:.1f}" for key in ("layers", "loading", "peak")]
-                servers.add_row(name, str(lanes), *cells, f"{own['peak'] / both[1]['peak']:.3f}")
+        for _ in range(_TURNS):
+            for name, variables in allocators.items():
+                with _environment(variables):
+                    measured[name].append(client_memory(client, miniature, cores))
+        for name, turns in measured.items():
+            own = {key: median(turn[key] for turn in turns) for key in turns[0]}
+            needed = {key: own[key] for key in ("layers", "activations")}
+            needed["logits"] = _TARGETS_AT_ONCE * _CLIENT.vocabulary * 4
+            sizes = [*needed.values(), own["loading"], own["peak"]]
+            ratios = own["loading"] / own["layers"], own["peak"] / sum(needed.values())
+            cells = [f"{size / 1e6:.1f}" for size in sizes] + [f"{ratio:.3f}" for ratio in ratios]
+            clients.add_row(name, *cells, f"{own['cpu']:.2f}")
+        for name, variables in allocators.items():
+            with _environment(variables):
+                both = {n: server_memory(server, miniature, cores, n) for n in (1, _LANES)}
+            for lanes, sizes_of in both.items():
+                cells = [f"{sizes_of[key] / 1e6:.1f}" for key in ("layers", "loading", "peak")]
+                ratio = sizes_of["peak"] / both[1]["peak"]
+                servers.add_row(name, str(lanes), *cells, f"{ratio:.3f}")
     show(
         f"{os.confstr('CS_GNU_LIBC_VERSION')}",
-        f"a client of {_CLIENT}, window 4; MB",
+        f"a client of {_CLIENT}, window 4; MB, medians of {_TURNS}",
         clients,
         f"the server of {_SERVER}, activation-budget {_ROOM * _SERVER.tokens}; MB",
         servers,

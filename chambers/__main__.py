@@ -9,6 +9,7 @@ from typing import Annotated
 import click
 import typer
 
+from chambers.allocator import restart_with_allocator
 from chambers.app_folder import DOCS
 from chambers.checkpoints import Convert, Export, Merge
 from chambers.data import Data
@@ -156,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = parse(sys.argv[1:] if arguments is None else arguments)
         name = _NAMES[type(command)]
+        if arguments is None and isinstance(command, Serve | Stage):
+            restart_with_allocator()
         status = command()
         print(end="", flush=True)  # so that an error of standard output is handled here
         return status

@@ -16,6 +16,7 @@ from chambers.actors import (
     resources_of,
     this_machine,
 )
+from chambers.allocator import allocator_variables
 from chambers.app_folder import describe_presets, write_app
 from chambers.cluster import join
 from chambers.data import check_data
@@ -108,6 +109,7 @@ class Train:
                 if checkpoint and machine.gpu_memory:
                     print(describe_memory(fitted, checkpoint, actors, machine), file=sys.stderr)
                 make_folders(config)
+            os.environ |= allocator_variables()  # which the run's processes inherit
             if actors < at_once:
                 print(f"{at_once} clients take turns on {actors} actors", file=sys.stderr)
             return simulate(

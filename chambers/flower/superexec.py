@@ -4,6 +4,7 @@ Flower passes a token as an argument, which every user of the machine can read. 
 the app's message, answer it, and store another node and run config for all later messages.
 """
 
+import os
 import subprocess
 from tempfile import TemporaryFile
 from typing import Any
@@ -17,6 +18,8 @@ from flwr.supercore.constant import (
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
+
+from chambers.allocator import allocator_variables
 
 
 class PrivateExecutor(SubprocessExecutor):
@@ -55,4 +58,5 @@ def main() -> None:
         return original(executor_type, **options)
 
     module.get_executor = get_executor
+    os.environ |= allocator_variables()  # which the programs of tasks inherit
     flower_superexec()

@@ -14,6 +14,7 @@ from string import Template
 from threading import Thread
 from typing import Annotated, NoReturn
 
+from chambers.allocator import allocator_variables
 from chambers.errors import CommandError, interrupt_at_end
 from chambers.site.host import SITE, enter, read_environment
 from chambers.sources import argument, option
@@ -157,4 +158,4 @@ class StartWorker:
         code = Path(__file__).resolve().parents[2]
         own = {"PYTHONPATH": str(code), VARIABLE: str(self.folder.absolute() / SITE)}
         sys.stdout.flush()
-        os.execve(command[0], command, {**os.environ, **own})
+        os.execve(command[0], command, {**os.environ, **own, **allocator_variables()})

@@ -23,7 +23,9 @@ _START_SECONDS = 120.0
 _STOP_SECONDS = 120.0
 # A Debian release with the Python version of Flower's images, and what the stand-ins need from it.
 _RELEASE, _PYTHON = "bookworm", (3, 11)
-_PACKAGES = "python3,python3-venv,ca-certificates,nginx-light,libnginx-mod-stream,curl"
+_PACKAGES = (
+    "python3,python3-venv,ca-certificates,nginx-light,libnginx-mod-stream,curl,libtcmalloc-minimal4"
+)
 _BASE = f"chambers-stand-in:{hashlib.sha256(_PACKAGES.encode()).hexdigest()[:8]}"
 # The module is built into nginx's own image.
 _NGINX = r"""
