@@ -50,7 +50,7 @@ _LANES = 8
 _ROOM = 2  # number of micro-batches within the activation budget
 _STEPS = 4
 _TARGETS_AT_ONCE = 256  # number of targets in a micro-batch; their logits are one chunk
-_TURNS = 5  # in which CPU times are measured
+_TURNS = 5  # of a client, with each allocator
 
 
 class Memory:

@@ -84,8 +84,8 @@ class ClientState:
 
     def _rounds(self) -> list[int]:
         # Other names, such as those of copies made by hand, are not rounds.
-        names = (path.name for path in self.directory.glob("round-*"))
-        return [int(name[6:]) for name in names if name[6:].isdecimal()]
+        names = (path.name.removeprefix("round-") for path in self.directory.glob("round-*"))
+        return [int(name) for name in names if name.isdecimal()]
 
     def _round(self, number: int) -> Path:
         return self.directory / f"round-{number:04d}"

@@ -206,9 +206,10 @@ def _parse(line: bytes, where: str) -> Event:
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, oldest first."""
     files = (directory / CHECKPOINTS).glob("round-*.safetensors")
-    files = (file for file in files if file.stem[6:].isdecimal())  # not "round-0002 (copy)"
-    # Sort by number: as text, round-10000 would come before round-9999.
-    return sorted(files, key=lambda file: int(file.stem.removeprefix("round-")))
+    numbers = {file: file.stem.removeprefix("round-") for file in files}
+    # Not "round-0002 (copy)". Sort by number: as text, round-10000 would come before round-9999.
+    found = [file for file, number in numbers.items() if number.isdecimal()]
+    return sorted(found, key=lambda file: int(numbers[file]))
 
 
 def check_resumable(directory: Path, config: RunConfig) -> None:
