@@ -82,7 +82,8 @@ def open_lanes(
     A lane with a delay has a rate of 1 Gbit/s. Return a model for each lane, and the ids of this
     process and the server's.
     """
-    split = SplitSettings(wire_dtype="float32")
+    # A lane may be idle while another is measured.
+    split = SplitSettings(wire_dtype="float32", frame_timeout=3600.0)
     server = stack.enter_context(BoundProcess(cores, BenchServer, [job] * len(delays), split))
     models = []
     for delay, invitation in zip(delays, server.ask(BenchServer.invite_to_evaluate), strict=True):
