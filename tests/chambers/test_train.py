@@ -437,7 +437,7 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
     (tmp_path / data).symlink_to(client_folders)
     settings = (f"model.name={deep_checkpoint}", f"data.path={data}", "rounds=1")
     training = start(tmp_path, "preset.toml", *settings, "split.wire-dtype=float32")
-    assert training.wait(300) == 0, (tmp_path / "output").read_text()[-3000:]
+    assert training.wait(900) == 0, (tmp_path / "output").read_text()[-3000:]
     (run,) = (tmp_path / "runs").iterdir()
     (lineage,) = (tmp_path / "state").iterdir()
     with serve(run, log=tmp_path / "log"):
@@ -455,7 +455,7 @@ def test_what_was_trained_is_served_and_used(deep_checkpoint, client_folders, tm
 @pytest.mark.nightly
 def test_a_run_refused_by_the_serverapp_names_reason_and_log(client_folders, tmp_path):
     settings = ("model.name=tiny", f"data.path={client_folders}", "adapter.targets=nothing")
-    assert start(tmp_path, *settings).wait(300) == 1
+    assert start(tmp_path, *settings).wait(900) == 1
     output = (tmp_path / "output").read_text()
     (log,) = (tmp_path / "runs").iterdir()
     *_, reason, where = output.splitlines()

@@ -65,7 +65,7 @@ class Walk:
     ) -> tuple[subprocess.Popen, Path]:
         """Start a block's commands, and wait until their output contains a text."""
         process, log = self.start(organisation, block)
-        wait_until(lambda: process.poll() is not None or text in log.read_text(), 120)
+        wait_until(lambda: process.poll() is not None or text in log.read_text(), 600)
         assert process.poll() is None, log.read_text()
         return process, log
 
