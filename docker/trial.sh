@@ -7,7 +7,8 @@
 set -euo pipefail
 MODEL=$(realpath "$MODEL")
 cd "$(dirname "$0")"
-export MODEL TORCH_INDEX="${TORCH_INDEX:-$(sed --quiet s/^TORCH_INDEX=//p .env 2> /dev/null || true)}" # as Compose reads it
+: "${TORCH_INDEX:=$(sed --quiet s/^TORCH_INDEX=//p .env 2> /dev/null || true)}" # as Compose reads it
+export MODEL TORCH_INDEX
 docker build --file Dockerfile --build-arg "TORCH_INDEX=$TORCH_INDEX" --tag chambers:0.1.0 ..
 install --directory --owner=49999 coordinator reviewer court consultation
 

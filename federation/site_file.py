@@ -74,8 +74,8 @@ def read_site_file(path: Path) -> SiteFile:
 def read_own_policy(path: str) -> SitePolicy:
     """Read the policy of this institution.
 
-    Raise ``PolicyError`` as `read_policy` does, and if other users can change a file with public
-    keys, whose owners' instructions or lists of groups the institution obeys.
+    Raise ``PolicyError`` as `read_policy` does, and if other users can change a file with the
+    public keys that verify instructions or lists of groups.
     """
     policy = read_policy(path)
     for file in filter(None, (policy.instruction_key, policy.sums.reviewers)):
