@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
 from random import Random
@@ -34,28 +34,34 @@ class RefusedError(RuntimeError):
     """The run can't start or continue; the message states the reasons and what to do."""
 
 
-def _wait_for_nodes(grid: Grid, config: RunConfig) -> dict[int, NodeInfo]:
-    """Wait until ``min-nodes`` SuperNodes are connected; return all that are connected, by id.
+Nodes = Mapping[int, NodeInfo]  # connected SuperNodes by id
+
+
+def _wait_for_nodes(grid: Grid, config: RunConfig, usable: Callable[[Nodes], int] = len) -> Nodes:
+    """Wait until ``min-nodes`` usable SuperNodes are connected; return all that are connected.
 
     SuperNodes whose registered name is excluded don't count. Raise ``TooFewClientsError`` if fewer
-    are connected after ``node-timeout`` seconds.
+    are usable after ``node-timeout`` seconds.
     """
     minimum, timeout = config.min_nodes, config.node_timeout
     end = time.monotonic() + timeout
     announced = -1
     while True:
         nodes = {n.node_id: n for n in grid.get_nodes() if n.name not in config.excluded}
-        if len(nodes) >= minimum:
+        count = usable(nodes)
+        if count >= minimum:
             return nodes
+        refused = f", besides {len(nodes) - count} refused ones" if len(nodes) > count else ""
         if time.monotonic() >= end:
             raise TooFewClientsError(
-                f"{len(nodes)} SuperNodes were connected after {timeout:g} s (node-timeout), but "
-                f"min-nodes = {minimum} are required; start more SuperNodes (in simulation: "
+                f"{count} SuperNodes were connected after {timeout:g} s (node-timeout){refused}, "
+                f"but min-nodes = {minimum} are required; start more SuperNodes (in simulation: "
                 f"--federation-config num-supernodes={minimum}), or lower min-nodes"
             )
-        if len(nodes) != announced:
-            log(INFO, "Waiting for SuperNodes: %d of %d are connected", len(nodes), minimum)
-            announced = len(nodes)
+        if count != announced:
+            text = "Waiting for SuperNodes: %d of %d are connected%s"
+            log(INFO, text, count, minimum, refused)
+            announced = count
         time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
 
 
@@ -76,6 +82,7 @@ class Participants:
         self._queried: dict[int, str | None] = {}
         # Number of unanswered queries of each SuperNode.
         self._unanswered: Counter[int] = Counter()
+        self._refused: set[int] = set()  # SuperNodes that can't take part
 
     def register_all(self, grid: Grid) -> None:
         """Register every SuperNode before training starts.
@@ -114,10 +121,19 @@ class Participants:
         may have had the name of one of them. A SuperNode that doesn't answer, perhaps because it is
         preparing a large model, is queried again in the next rounds, at most three times in all.
 
-        Return the reasons for refusing clients, keyed by name. Raise ``TooFewClientsError`` if not
-        enough SuperNodes are connected in time.
+        Wait until ``min-nodes`` SuperNodes are connected that were not refused. Return the reasons
+        for refusing clients, keyed by name. Raise ``TooFewClientsError`` after ``node-timeout``.
         """
-        nodes = _wait_for_nodes(grid, self._config)
+        problems: dict[str, str] = {}
+
+        def usable(nodes: Nodes) -> int:
+            problems.update(self._query_newcomers(grid, nodes, finished_rounds))
+            return len(nodes.keys() - self._refused)
+
+        _wait_for_nodes(grid, self._config, usable)
+        return problems
+
+    def _query_newcomers(self, grid: Grid, nodes: Nodes, finished_rounds: int) -> dict[str, str]:
         since = _connected_since(nodes)
         gone = self._registered.keys() & self._queried.keys() - nodes.keys()
         newcomers = {
@@ -143,6 +159,8 @@ class Participants:
         self._registered = {
             node: p for node, p in self._registered.items() if folded(p.name) not in names
         } | joined
+        self._refused -= newcomers.keys()
+        self._refused |= newcomers.keys() - self._registered.keys() - silent
         for name, problem in problems.items():
             log(WARNING, "%s can't join: %s", name, problem)
         return problems
@@ -249,5 +267,5 @@ class Participants:
         return problems | {names[node]: f"no answer within {wait:g} s" for node in silent}
 
 
-def _connected_since(nodes: Mapping[int, NodeInfo]) -> dict[int, str | None]:
+def _connected_since(nodes: Nodes) -> dict[int, str | None]:
     return {number: node.last_activated_at for number, node in nodes.items()}

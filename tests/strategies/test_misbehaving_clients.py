@@ -19,6 +19,7 @@ from flwr.app import (
 from flwr.common.constant import ErrorCode
 
 from federation.messages import ARRAYS, METRICS, SIZE, TRAIN_EXAMPLES
+from strategies import participants
 from strategies.participants import RefusedError, TooFewClientsError
 from tests.in_process import MemoryJournal
 from tests.strategies.grids import SpyingGrid, start
@@ -329,6 +330,30 @@ def test_newcomers_are_asked_first_and_silent_ones_thrice(values, tmp_path):
     start(own, grid, MemoryJournal())
     asked = [m for m in grid.sent if m.metadata.message_type == "query"]
     assert [m.metadata.dst_node_id for m in asked] == [1, 2, 3, 3, 3]
+
+
+def test_refused_supernodes_do_not_count(values, tmp_path, monkeypatch):
+    """A run waits for a SuperNode that restarts while one that was refused stays connected."""
+    monkeypatch.setattr(participants, "_POLL_SECONDS", 0.01)
+
+    class Restarting(SpyingGrid):
+        polls = 0  # since the first round
+
+        def get_node_ids(self):
+            self.polls += any(m.metadata.message_type == "train" for m in self.sent)
+            absent = {2} if 5 < self.polls < 20 else set()
+            return sorted({1, 2, 3} - absent) if self.polls else [1, 2]
+
+    def change(reply):
+        if reply.metadata.src_node_id == 3:
+            reply.content["config"]["problem"] = "disk on fire"
+        return reply
+
+    own = values | {"state-path": str(tmp_path), "min-nodes": 2, "train.local-steps": 1}
+    grid, journal = Restarting(own, change), MemoryJournal()
+    start(own, grid, journal)
+    rounds = [e["participants"] for e in journal.events if e["event"] == "round"]
+    assert rounds == [["alpha", "beta"]] * 3 and grid.polls > 20
 
 
 def test_too_few_valid_replies_end_the_run(values, tmp_path):

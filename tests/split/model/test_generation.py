@@ -495,7 +495,7 @@ def test_drafts_from_rows_do_not_change_the_text(random_checkpoint):
         assert len(frames) < len(plain)
     assert any("drop" in fields for fields in frames)
     expensive = rows_of(*[expected] * 9)
-    expensive.seconds = {1: 1.0, 2: 2.0}  # each draft takes as long as a pass
+    expensive.seconds = {1: 1.0, 5: 5.0}  # each draft takes as long as a pass
     expensive.add_pass = lambda *_: None
     for rows in (expensive, rows_of(expected)):
         _, frames = frames_of(scene, tokens, **settings, row_drafts=rows)
