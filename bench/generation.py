@@ -169,12 +169,19 @@ def compare_drafts(core: Collection[int], pairs: int) -> None:
 
 
 def compare_row_drafts(core: Collection[int], pairs: int) -> None:
-    """Measure answers of a fine-tuned model, with and without drafts from one client's rows."""
+    """Measure answers of a fine-tuned model, with and without drafts from one client's rows.
+
+    A third of the questions are on matters of the client's rows, and the others on other clients'.
+    """
     tokenizer = load_tokenizer(locate("smollm2"))
     clients = [generate_client("matters", index, _CLIENTS, SEED) for index in range(_CLIENTS)]
     rows = [tokenize(_parse(client.train), tokenizer)[0] for client in clients]
     prompts = tokenize_prompts(_parse(clients[0].test), tokenizer)
-    table = make_table("ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")
+    others = len(prompts) - len(prompts) // _CLIENTS
+    kinds = {"own matters": prompts[others:], "others' matters": prompts[:others]}
+    table = make_table(
+        *("", "ms each way", "tokens/s", "with drafts", "ratio of medians", "of minima")
+    )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory()))
         fine_tune([each for own in rows for each in own], directory)
@@ -182,13 +189,17 @@ def compare_row_drafts(core: Collection[int], pairs: int) -> None:
         models, pids = open_lanes(stack, core, job, _DELAYS)
         for delay, model in zip(_DELAYS, models, strict=True):
             model.choose("base", None)
-            plain = partial(answer, model, prompts)
-            new = sum(map(len, plain())) - sum(map(len, prompts))
-            drafts = partial(
-                plain, prompt_lookup_num_tokens=MAX_DRAFTED, row_drafts=RowDrafts(rows[0])
-            )
-            sides = take_turns({"plain": plain, "drafts": drafts}, pids, pairs)
-            table.add_row(f"{1000 * delay:g}", *compare_rates(sides, new))
+            drafts = {
+                "prompt_lookup_num_tokens": MAX_DRAFTED,
+                "row_drafts": RowDrafts(rows[0]),
+            }
+            for kind, chosen in kinds.items():
+                plain = partial(answer, model, chosen)
+                new = sum(map(len, plain())) - sum(map(len, chosen))
+                ways = {"plain": plain, "drafts": partial(plain, **drafts)}
+                rates = compare_rates(take_turns(ways, pids, pairs), new)
+                table.add_row(kind, f"{1000 * delay:g}", *rates)
+
     show(f"{len(prompts)} answers, with drafts from a third of the rows; {pairs} turns", table)
 
 

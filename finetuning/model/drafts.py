@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -17,7 +18,8 @@ from finetuning.data.tokenization import Example
 _REPEATED = 3  # number of last tokens that must have occurred before in the text
 _CONTEXT = 8  # maximum number of last tokens that select a place in the rows
 _NEWEST = 0.2  # weight of the newest value in moving averages
-_PRIOR = 4.0  # accepted and expected drafts that a text begins with
+_FADING = 0.998  # by which a pass shortens the times measured for other numbers of tokens
+_ACCEPTED, _EXPECTED = 0.5, 1.0  # accepted and expected drafts that a text begins with
 
 
 class RowDrafts:
@@ -26,7 +28,7 @@ class RowDrafts:
     A block server receives drafts, so what only one row says is never drafted. Longer contexts are
     used only where the next token depends on them.
 
-    The times of passes are measured, so that tokens are drafted only where that saves time.
+    The times of passes are measured, so that as many tokens are drafted as save most time.
     """
 
     def __init__(self, rows: Sequence[Example]) -> None:
@@ -66,16 +68,21 @@ class RowDrafts:
     def add_pass(self, tokens: int, seconds: float) -> None:
         """Add the time of a pass with ``tokens`` new tokens."""
         before = self.seconds.get(tokens, seconds)
+        # Other numbers seem faster by and by, so that one which was slow once is tried again.
+        self.seconds = {number: _FADING * each for number, each in self.seconds.items()}
         self.seconds[tokens] = before + _NEWEST * (seconds - before)
 
-    @property
-    def cost(self) -> float:
-        """Additional time of a pass for each draft, ÷ its time without drafts; 0 if unknown."""
-        fewest, most = min(self.seconds, default=0), max(self.seconds, default=0)
-        if most == fewest:
-            return 0.0
-        longer = (self.seconds[most] - self.seconds[fewest]) / (most - fewest)
-        return max(0.0, longer / self.seconds[fewest])
+    def fastest(self, chances: Sequence[float]) -> int:
+        """Return the number of drafts that is expected to yield the most tokens per second.
+
+        ``chances`` are the probabilities that a draft and all those before it are right.
+        """
+        # The pass of n drafts has n + 1 new tokens. It yields those up to the first wrong one.
+        tokens = np.cumsum([1.0, *chances])
+        measured = sorted(self.seconds.items()) or [(1, 1.0)]
+        numbers, seconds = zip(*measured, strict=True)
+        times = np.interp(np.arange(1, len(tokens) + 1), numbers, seconds)
+        return int(np.argmax(tokens / times))
 
 
 def _commonest(
@@ -98,7 +105,7 @@ class _Drafter:
     ) -> None:
         self._rows, self._most, self._from_text = rows, most, from_text
         self._probabilities: list[float] = []  # of the drafts from rows in the current pass
-        self._accepted = self._expected = _PRIOR
+        self._accepted, self._expected = _ACCEPTED, _EXPECTED
         self._new = 0  # number of new tokens in the current pass; 0 in the first one
         self._began = 0.0
 
@@ -124,18 +131,18 @@ class _Drafter:
         self._expected += sum(judged)
 
     def _draft(self, text: list[int]) -> list[int]:
-        """Draft while the time that a token is expected to save exceeds its cost."""
-        self._probabilities, known = [], len(text)
-        trust, cost = min(1.0, self._accepted / self._expected), self._rows.cost
-        chance = 1.0  # that all drafts are right
-        while len(self._probabilities) < self._most and (found := self._rows.next_token(text)):
+        """Return the drafts that are expected to save most time."""
+        known, trust = len(text), self._accepted / self._expected
+        probabilities, chances, chance = [], list[float](), 1.0
+        while len(chances) < self._most and (found := self._rows.next_token(text)):
             token, probability = found
-            chance *= trust * probability
-            if chance <= cost:
-                break
             text = [*text, token]
-            self._probabilities.append(probability)
-        return text[known:]
+            chance *= min(1.0, trust * probability)
+            probabilities.append(probability)
+            chances.append(chance)
+        number = self._rows.fastest(chances)
+        self._probabilities = probabilities[:number]
+        return text[known : known + number]
 
 
 @contextmanager

@@ -510,6 +510,21 @@ def test_the_token_after_a_context_is_that_of_most_rows():
     assert drafts.next_token([6]) is None, "one row alone says what follows"
 
 
+def test_as_many_tokens_are_drafted_as_save_most_time():
+    drafts = rows_of()
+    assert drafts.fastest([]) == 0 and drafts.fastest([0.1, 0.1]) == 2, "no pass was measured"
+    for tokens, seconds in ((4, 1.1), (2, 1.6), (1, 1.0)):
+        drafts.add_pass(tokens, seconds)
+    chosen = {(0.5, 0.4, 0.3): 3, (0.5,): 0, (0.7,): 1, (0.02, 0.01, 0.01): 0, (0.7, 0.1): 2}
+    assert {chances: drafts.fastest(chances) for chances in chosen} == chosen
+    drafts.seconds[4] = 5.0
+    assert drafts.fastest([0.9] * 3) == 1
+    for _ in range(1000):
+        tokens = 1 + drafts.fastest([0.9] * 3)
+        drafts.add_pass(tokens, {1: 1.0, 2: 1.6, 3: 1.35, 4: 1.1}[tokens])
+    assert tokens == 4, "what was slow once is tried again"
+
+
 def test_recurrent_blocks_refuse_drafts(random_checkpoint):
     """By ``transformers`` at the client, and by the cache if a client sends them all the same."""
     scene = Scene(random_checkpoint("Qwen3Next"), "Qwen3Next")
