@@ -1,13 +1,15 @@
 """How time and memory grow with the number of clients: ``python -m bench.scaling [--plot FILE]``.
 
 *Average*: the coordinator averages adapters of 8 MB. *Run*: a simulated run with one round, in
-which each client trains ``tiny`` on a row. *Step*: a step of the block server that stacks the
-micro-batches of all clients, with tiny shapes; seconds are the server's CPU time.
+which each client has a row to train ``tiny`` on, and one held out. *Step*: a step of the block
+server that stacks the micro-batches of all clients, with tiny shapes; seconds are the server's CPU
+time.
 
 Each value is measured in a process of its own. The exponent is the slope of a line through the
 logarithms of numbers and seconds; *last* is that of the two largest numbers.
 """
 
+import json
 import os
 import tempfile
 import time
@@ -49,22 +51,33 @@ class Coordinator:
     def run(self, count: int) -> Value:
         """Carry out a run."""
         with tempfile.TemporaryDirectory() as folder:
-            values: dict[str, Scalar] = {
-                "model.name": "tiny",
-                "strategy": "fedjudge-base",
-                "rounds": 1,
-                "data.rows": 8,
-                "train.local-steps": 1,
-                "train.batch-size": 1,
-                "train.accumulation": 1,
-                "min-nodes": count,
-                "output-dir": f"{folder}/runs",
-                "state-path": f"{folder}/state",
-            }
-            run_in_process(values | {"min-nodes": 2}, 2)  # loads what all runs need
+            simulate(Path(folder, "first"), 2)  # loads what all runs need
             memory, started = Memory(), time.perf_counter()
-            run_in_process(values, count)
+            simulate(Path(folder, "run"), count)
             return time.perf_counter() - started, memory.peak() / 1e6
+
+
+def simulate(folder: Path, clients: int) -> None:
+    """Carry out a run with one round of clients that have a row to train on and one held out."""
+    row = json.dumps({"instruction": "Is it void?", "output": "No."})
+    for number in range(clients):
+        data = folder / "data" / f"client-{number:04}"
+        data.mkdir(parents=True)
+        for name in ("train.jsonl", "test.jsonl"):
+            (data / name).write_text(f"{row}\n")
+    values: dict[str, Scalar] = {
+        "model.name": "tiny",
+        "strategy": "fedjudge-base",
+        "rounds": 1,
+        "data.path": str(folder / "data"),
+        "train.local-steps": 1,
+        "train.batch-size": 1,
+        "train.accumulation": 1,
+        "min-nodes": clients,
+        "output-dir": str(folder / "runs"),
+        "state-path": str(folder / "state"),
+    }
+    run_in_process(values, clients)
 
 
 def measure_step(count: int) -> Value:
@@ -96,7 +109,8 @@ def draw(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], file: Path
 
     axes = (figure := Figure(figsize=(6, 4), layout="constrained")).add_subplot()
     for name, (counts, seconds) in curves.items():
-        axes.loglog(counts, seconds, marker="o", label=name)
+        label = f"{name}: exponent {exponent(counts, seconds):.2f}"
+        axes.loglog(counts, seconds, marker="o", label=label)
     axes.set(xlabel="clients or adapters", ylabel="seconds")
     axes.legend()
     figure.savefig(file)
@@ -106,8 +120,8 @@ def main() -> None:
     """Measure, and print the table."""
     parser = command(__doc__)
     parser.add_argument("--averages", type=int, nargs="+", default=[10, 50, 200])
-    parser.add_argument("--runs", type=int, nargs="+", default=[10, 40])
-    parser.add_argument("--steps", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--runs", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--steps", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--plot", type=Path, help="file for a plot of seconds")
     arguments = parser.parse_args()
     kinds: dict[str, tuple[Sequence[int], Callable[[int], Value]]] = {

@@ -98,11 +98,16 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
             notes = [note for note in notes if note["round"] != event["round"]]
         if event["event"] in ("scaled", "evaluation-missing"):
             notes.append(event)
+    own: dict[str, list[Event]] = {client: [] for client in latest}
+    for event in events:
+        own.get(event.get("client", ""), []).append(event)
     plots = []
     for key, title, note in _PLOTS:
-        curves = {name: _curve(events, key, event="train", client=name) for name in looks}
+        curves = {name: _curve(own[name], key, event="train") for name in looks}
         last = {name: curve[max(curve)] for name, curve in curves.items() if curve}
         plots.append((title, note, _plot(title, curves, looks), last))
+    shown = [model for models in latest.values() for model in models.values()]
+    largest = {key: max(_known(shown, key), default=0.0) for key in _METRICS}
     usual = RunConfig().flat()
     answers = questions(events)
     return PAGE.render(
@@ -118,12 +123,11 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
         withheld={e["client"]: e["withheld"] for e in events if "withheld" in e},
         models=list(next(iter(latest.values()), {})),
         tables=[(key, *text) for key, text in _METRICS.items() if _known(events, key)],
-        cells=partial(_cells, latest),
+        cells=partial(_cells, latest, largest),
         questions=answers,
         on_matters=is_on_matters(config),
         panels={
-            title: _panels(events=events, key=key, title=title, looks=looks)
-            for key, title in _PANELS
+            title: _panels(own=own, key=key, title=title, looks=looks) for key, title in _PANELS
         },
         plots=plots,
         rounds=[rounds[number] for number in sorted(rounds)],
@@ -148,17 +152,15 @@ def _known(rows: Iterable[Event], key: str) -> list[float]:
 
 
 def _cells(
-    latest: Mapping[str, Mapping[str, Event]], client: str, key: str
+    latest: Mapping[str, Mapping[str, Event]], largest: Mapping[str, float], client: str, key: str
 ) -> list[tuple[str, bool, float]]:
     """Return, for each of a client's models, a table cell's text, whether it is best, and its bar.
 
     The length of the bar is a share of the largest value in the table.
     """
-    models = latest[client].values()
+    models, most = latest[client].values(), largest[key]
     known = _known(models, key)
     best = (min if key == "loss" else max)(known) if len(known) > 1 else None
-    shown = [model for own in latest.values() for model in own.values()]
-    most = max(_known(shown, key), default=0.0)
     cells = []
     for value in (model.get(key) for model in models):
         bar = value / most if value is not None and isfinite(value) and most > 0 else 0
@@ -233,9 +235,11 @@ def _curve(events: Iterable[Event], key: str, **which: str) -> Curve:
     return dict(sorted({event["round"]: event[key] for event in chosen}.items()))
 
 
-def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict[str, Markup]:
+def _panels(
+    own: Mapping[str, Sequence[Event]], key: str, title: str, looks: Looks
+) -> dict[str, Markup]:
     """Plot each client's models in a separate panel; all panels have the same scale."""
-    evaluated = [event for event in events if event["event"] == "evaluate"]
+    evaluated = [e for events in own.values() for e in events if e["event"] == "evaluate"]
     values = _known(evaluated, key)
     rounds = {event["round"] for event in evaluated if event["model"] != "base"}
     if not values or len(rounds) < 2:  # the table shows single values as bars
@@ -245,7 +249,7 @@ def _panels(events: Sequence[Event], key: str, title: str, looks: Looks) -> dict
     return {
         client: _plot(
             title=f"{title} of {client}",
-            curves={model: _curve(evaluated, key, client=client, model=model) for model in MODELS},
+            curves={m: _curve(own[client], key, event="evaluate", model=m) for m in MODELS},
             looks=dict.fromkeys(MODELS, look),
             limits=limits,
         )
