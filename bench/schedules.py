@@ -1,11 +1,12 @@
 """Samples per second of the schedules, compared with centralised training (FL-GLM, table 3).
 
-    python -m bench.schedules [--clients 2 4 8] [--pairs 15]
+    python -m bench.schedules [--clients 2 4 8] [--schedules client-batch …] [--pairs 15]
 
-For each number of clients K, client-batch and hierarchical with K clients, serial with one, and the
-whole model train on the same samples in each turn: each of K clients runs one step, serial's only
-client runs K steps, and the whole model runs one step, whose micro-batch j is the union of the
-clients' micro-batches j. A turn ends when clients *and* server have finished their optimizer steps.
+For each number of clients K, a schedule (client-batch and hierarchical with K clients, serial with
+one) and the whole model train on the same samples in each turn: each of K clients runs one step,
+serial's only client runs K steps, and the whole model runs one step, whose micro-batch j is the
+union of the clients' micro-batches j. A turn ends when clients *and* server have finished their
+optimizer steps.
 
 All processes are bound to one core, with one torch thread: each schedule's server, and each of its
 clients. CPU seconds are user and system time of all of a schedule's processes. The last columns are
@@ -84,36 +85,47 @@ def check_losses(sides: Sequence[Processes], tolerance: float) -> None:
             raise SystemExit(f"the first loss of client-batch differs by {difference:.2e}")
 
 
+def compare(
+    job: TrainingJob, clients: int, schedules: Sequence[str], core: Collection[int]
+) -> None:
+    """Measure schedules with a number of clients, and print the table.
+
+    Each takes turns with a whole model of its own, so that not all need memory at once.
+    """
+    shape = job.shape
+    samples = clients * shape.rows * shape.micro_batches
+    table = make_table(
+        *("clients", "", "centralised: samples/s", "samples/s", *RATIOS),
+        *("target", "server s/sample", "limit"),
+    )
+    for schedule in schedules:
+        with ExitStack() as stack:
+            whole, side = sides = start_schedules(stack, job, clients, [schedule], core)
+            alternate(sides, job.steps)
+        check_losses(sides, _TOLERANCE)
+        rates = [f"{samples / each.summary()[0]:.2f}" for each in sides]
+        seconds = side.server_seconds()
+        limit = whole.summary()[2] / seconds
+        cells = [*rates, *ratios(whole, side), TARGETS.get(schedule, "")]
+        table.add_row(str(clients), schedule, *cells, f"{seconds / samples:.3f}", f"{limit:.2f}")
+    turns = job.steps - WARM_UP
+    show(
+        f"{shape}, {turns} turns, wire type {SplitSettings().wire_dtype}, seed {SEED}",
+        "samples per second and ratios to centralised training",
+        table,
+    )
+
+
 def main() -> None:
     """Measure all numbers of clients, one after another."""
     parser = command(__doc__, pairs=15)
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
     arguments = parser.parse_args()
     core = {max(os.sched_getaffinity(0))}
-    shape = Shape(vocabulary=2000)
-    table = make_table(
-        *("clients", "", "samples/s", *RATIOS, "target", "server s/sample", "limit"),
-    )
-    with random_job(shape, WARM_UP + arguments.pairs) as job:
+    with random_job(Shape(vocabulary=2000), WARM_UP + arguments.pairs) as job:
         for clients in arguments.clients:
-            with ExitStack() as stack:
-                sides = start_schedules(stack, job, clients, SCHEDULES, core)
-                alternate(sides, job.steps)
-            check_losses(sides, _TOLERANCE)
-            samples = clients * shape.rows * shape.micro_batches
-            for side in sides:
-                cells = [f"{samples / side.summary()[0]:.2f}", *ratios(sides[0], side)]
-                cells.append(TARGETS.get(side.name, ""))
-                if side is not sides[0]:
-                    seconds = side.server_seconds()
-                    limit = sides[0].summary()[2] / seconds
-                    cells += [f"{seconds / samples:.3f}", f"{limit:.2f}"]
-                table.add_row(str(clients), side.name, *cells)
-    show(
-        f"{shape}, {arguments.pairs} turns, wire type {SplitSettings().wire_dtype}, seed {SEED}",
-        "samples per second and ratios to centralised training",
-        table,
-    )
+            compare(job, clients, arguments.schedules, core)
 
 
 if __name__ == "__main__":
