@@ -111,5 +111,5 @@ def test_other_trackers_receive_the_numbers_without_paths(tmp_path, name, packag
     )
     files = [file for file in written.rglob("*") if file.is_file()]
     stored = b"".join(bytes(file) + file.read_bytes() for file in files)
-    assert b"train/loss/court" in stored and b"fedjudge-cl" in stored
+    assert b"train/loss/court" in stored and b"fedjudge-base" in stored
     assert b"private/place" not in stored
