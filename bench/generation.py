@@ -199,7 +199,6 @@ def compare_row_drafts(core: Collection[int], pairs: int) -> None:
                 ways = {"plain": plain, "drafts": partial(plain, **drafts)}
                 rates = compare_rates(take_turns(ways, pids, pairs), new)
                 table.add_row(kind, f"{1000 * delay:g}", *rates)
-
     show(f"{len(prompts)} answers, with drafts from a third of the rows; {pairs} turns", table)
 
 

@@ -100,7 +100,8 @@ def _render(events: Sequence[Event], config: Mapping[str, Any], started: str) ->
             notes.append(event)
     own: dict[str, list[Event]] = {client: [] for client in latest}
     for event in events:
-        own.get(event.get("client", ""), []).append(event)
+        if event.get("client") in own:
+            own[event["client"]].append(event)
     plots = []
     for key, title, note in _PLOTS:
         curves = {name: _curve(own[name], key, event="train") for name in looks}

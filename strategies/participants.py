@@ -25,6 +25,8 @@ _POLL_SECONDS = 1.0
 # Maximum number of queries to a silent SuperNode; each query delays a round by node-timeout.
 _MAX_QUERIES = 3
 
+Nodes = Mapping[int, NodeInfo]  # connected SuperNodes by id
+
 
 class TooFewClientsError(RuntimeError):
     """Fewer than ``min-nodes`` clients are connected or have sent valid replies."""
@@ -34,34 +36,33 @@ class RefusedError(RuntimeError):
     """The run can't start or continue; the message states the reasons and what to do."""
 
 
-Nodes = Mapping[int, NodeInfo]  # connected SuperNodes by id
+def _wait_for_nodes(grid: Grid, config: RunConfig, count: Callable[[Nodes], int] = len) -> Nodes:
+    """Wait until ``min-nodes`` SuperNodes are connected; return all that are connected.
 
-
-def _wait_for_nodes(grid: Grid, config: RunConfig, usable: Callable[[Nodes], int] = len) -> Nodes:
-    """Wait until ``min-nodes`` usable SuperNodes are connected; return all that are connected.
-
-    SuperNodes whose registered name is excluded don't count. Raise ``TooFewClientsError`` if fewer
-    are usable after ``node-timeout`` seconds.
+    ``count`` returns how many of the connected SuperNodes count; it may query them first. Those
+    whose registered name is excluded don't count. Raise ``TooFewClientsError`` if fewer are
+    connected after ``node-timeout`` seconds.
     """
     minimum, timeout = config.min_nodes, config.node_timeout
     end = time.monotonic() + timeout
     announced = -1
     while True:
+        is_over = time.monotonic() >= end  # queries may use up the time; look once more after them
         nodes = {n.node_id: n for n in grid.get_nodes() if n.name not in config.excluded}
-        count = usable(nodes)
-        if count >= minimum:
+        found = count(nodes)
+        if found >= minimum:
             return nodes
-        refused = f", besides {len(nodes) - count} refused ones" if len(nodes) > count else ""
-        if time.monotonic() >= end:
+        refused = f", besides {len(nodes) - found} refused ones" if len(nodes) > found else ""
+        if is_over:
             raise TooFewClientsError(
-                f"{count} SuperNodes were connected after {timeout:g} s (node-timeout){refused}, "
+                f"{found} SuperNodes were connected after {timeout:g} s (node-timeout){refused}, "
                 f"but min-nodes = {minimum} are required; start more SuperNodes (in simulation: "
                 f"--federation-config num-supernodes={minimum}), or lower min-nodes"
             )
-        if count != announced:
+        if found != announced:
             text = "Waiting for SuperNodes: %d of %d are connected%s"
-            log(INFO, text, count, minimum, refused)
-            announced = count
+            log(INFO, text, found, minimum, refused)
+            announced = found
         time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
 
 
@@ -119,21 +120,22 @@ class Participants:
         have changed; if it doesn't answer or can't take part, its registration remains valid.
         Refused SuperNodes are queried again after a registered SuperNode has disconnected, since it
         may have had the name of one of them. A SuperNode that doesn't answer, perhaps because it is
-        preparing a large model, is queried again in the next rounds, at most three times in all.
+        preparing a large model, is queried again later, at most three times in all.
 
         Wait until ``min-nodes`` SuperNodes are connected that were not refused. Return the reasons
         for refusing clients, keyed by name. Raise ``TooFewClientsError`` after ``node-timeout``.
         """
         problems: dict[str, str] = {}
 
-        def usable(nodes: Nodes) -> int:
+        def count(nodes: Nodes) -> int:
             problems.update(self._query_newcomers(grid, nodes, finished_rounds))
             return len(nodes.keys() - self._refused)
 
-        _wait_for_nodes(grid, self._config, usable)
+        _wait_for_nodes(grid, self._config, count)
         return problems
 
     def _query_newcomers(self, grid: Grid, nodes: Nodes, finished_rounds: int) -> dict[str, str]:
+        """Query new SuperNodes, and register those that can take part; return others' reasons."""
         since = _connected_since(nodes)
         gone = self._registered.keys() & self._queried.keys() - nodes.keys()
         newcomers = {

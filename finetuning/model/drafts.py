@@ -18,7 +18,7 @@ from finetuning.data.tokenization import Example
 _REPEATED = 3  # number of last tokens that must have occurred before in the text
 _CONTEXT = 8  # maximum number of last tokens that select a place in the rows
 _NEWEST = 0.2  # weight of the newest value in moving averages
-_FADING = 0.998  # by which a pass shortens the times measured for other numbers of tokens
+_DECAY = 0.998  # factor of the times measured for other numbers of tokens, with each pass
 _ACCEPTED, _EXPECTED = 0.5, 1.0  # accepted and expected drafts that a text begins with
 
 
@@ -68,17 +68,17 @@ class RowDrafts:
     def add_pass(self, tokens: int, seconds: float) -> None:
         """Add the time of a pass with ``tokens`` new tokens."""
         before = self.seconds.get(tokens, seconds)
-        # Other numbers seem faster by and by, so that one which was slow once is tried again.
-        self.seconds = {number: _FADING * each for number, each in self.seconds.items()}
+        # Let the other times decay, so that a number of tokens that was slow once is tried again.
+        self.seconds = {number: _DECAY * each for number, each in self.seconds.items()}
         self.seconds[tokens] = before + _NEWEST * (seconds - before)
 
-    def fastest(self, chances: Sequence[float]) -> int:
+    def best_number(self, cumulative: Sequence[float]) -> int:
         """Return the number of drafts that is expected to yield the most tokens per second.
 
-        ``chances`` are the probabilities that a draft and all those before it are right.
+        ``cumulative`` has, for each draft, the probability that it and all before it are right.
         """
-        # The pass of n drafts has n + 1 new tokens. It yields those up to the first wrong one.
-        tokens = np.cumsum([1.0, *chances])
+        # A pass with n drafts has n + 1 new tokens, and yields the right drafts and one more token.
+        tokens = np.cumsum([1.0, *cumulative])
         measured = sorted(self.seconds.items()) or [(1, 1.0)]
         numbers, seconds = zip(*measured, strict=True)
         times = np.interp(np.arange(1, len(tokens) + 1), numbers, seconds)
@@ -133,14 +133,14 @@ class _Drafter:
     def _draft(self, text: list[int]) -> list[int]:
         """Return the drafts that are expected to save most time."""
         known, trust = len(text), self._accepted / self._expected
-        probabilities, chances, chance = [], list[float](), 1.0
-        while len(chances) < self._most and (found := self._rows.next_token(text)):
+        probabilities, cumulative, all_right = [], list[float](), 1.0
+        while len(cumulative) < self._most and (found := self._rows.next_token(text)):
             token, probability = found
             text = [*text, token]
-            chance *= min(1.0, trust * probability)
+            all_right *= min(1.0, trust * probability)
             probabilities.append(probability)
-            chances.append(chance)
-        number = self._rows.fastest(chances)
+            cumulative.append(all_right)
+        number = self._rows.best_number(cumulative)
         self._probabilities = probabilities[:number]
         return text[known : known + number]
 
